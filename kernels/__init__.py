@@ -1,0 +1,1 @@
+"""The operators of ``ai.subquad``: semantics, float64 references, kernels."""

@@ -1,0 +1,1 @@
+"""Dense (exact softmax) attention."""

@@ -1,0 +1,1 @@
+"""Hybrid attention: an exact key set plus a linear part, one shared normaliser."""

@@ -1,0 +1,1 @@
+"""Graph to graph: canonicalise, recognise, raise, replace."""

@@ -1,0 +1,1 @@
+"""Replacement methods, one file each."""

@@ -1,0 +1,1 @@
+"""Find every attention by what it computes, and prove it."""

@@ -1,0 +1,108 @@
+"""What is known, with proof, about one attention in a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from subquad.kernels.operator import UNLIMITED
+
+
+@dataclass(frozen=True)
+class MaskPredicate:
+    """Which keys a query may see, as a predicate over positions.
+
+    Query slot ``i`` sees key slot ``j`` iff ``-window_right <= (i + offset) - j <= window_left``
+    and, with ``key_padding``, key ``j`` of that batch row is a real token. ``offset`` is
+    ``kv_len - query_len`` for alignment ``"end"`` (cached decoding) and 0 for ``"start"``.
+
+    Attributes:
+        window_left: positions visible before the query, itself not counted; -1 = unlimited.
+        window_right: positions visible after the query; -1 = unlimited, 0 = causal.
+        key_padding: whether a 0/1 padding input takes part.
+        alignment: where the last query stands among the keys.
+    """
+
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    key_padding: bool = False
+    alignment: Literal["start", "end"] = "end"
+
+    @property
+    def is_causal(self) -> bool:
+        return self.window_right == 0
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether positions matter at all."""
+        return self.window_left != UNLIMITED or self.window_right != UNLIMITED
+
+    def describe(self) -> str:
+        """Short form for tables: ``causal, window 128, key padding``."""
+        parts = []
+        if self.is_causal:
+            parts.append("causal")
+            if self.window_left != UNLIMITED:
+                parts.append(f"window {self.window_left + 1}")
+        elif self.is_banded:
+            parts.append(f"band -{self.window_left}..+{self.window_right}")
+        else:
+            parts.append("full")
+        if self.key_padding:
+            parts.append("key padding")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a site's claims were established.
+
+    Attributes:
+        mask: one sentence: the derivation of the mask predicate.
+        mask_probes: number of (batch, length, padding) points where predicate and graph agreed.
+        node_probes: number of random inputs on which raised node and source subgraph agreed.
+        max_error: largest relative error seen in the node probes.
+    """
+
+    mask: str
+    mask_probes: int
+    node_probes: int
+    max_error: float
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One raised attention.
+
+    Attributes:
+        name: name of the raised node, stable across runs of the same source.
+        index: 0-based, in graph order.
+        source_form: the spelling it was found in.
+        num_heads, num_kv_heads, head_dim, value_dim: static sizes.
+        scale: multiplies query . key.
+        softcap: ``softcap * tanh(scores / softcap)``; 0 = none.
+        mask: proved visibility predicate.
+        is_self: query and key come from the same sequence.
+        source_output: value in ``reference.onnx`` that equals this site's output.
+        output: value in ``model.onnx`` produced by this site (``[B, H, query_len, value_dim]``).
+    """
+
+    name: str
+    index: int
+    source_form: Literal["Attention", "decomposed"]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    softcap: float
+    mask: MaskPredicate
+    is_self: bool
+    source_output: str
+    output: str
+    proof: Proof
+
+    def to_json(self) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        return asdict(self) | {"mask_text": self.mask.describe()}

@@ -1,0 +1,1 @@
+"""Load, run, validate and benchmark artifacts: NumPy and ONNX Runtime only."""
