@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from subquad.runtime.errors import IntegrityError
 
@@ -71,7 +73,12 @@ class SiteRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole file; see the attributes of the parts."""
+    """The whole file; see the attributes of the parts.
+
+    Attributes:
+        files: relative POSIX path -> ``file_record``, for every file but the manifest itself.
+        max_length: longest sequence the source accepts, where known.
+    """
 
     source: dict[str, Any]
     versions: dict[str, str]
@@ -82,6 +89,7 @@ class Manifest:
     rejections: tuple[dict[str, str], ...]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+    max_length: int | None = None
 
     def dump(self, path: Path) -> None:
         """Write as stable, sorted JSON."""
@@ -97,34 +105,120 @@ class Manifest:
         path = folder / MANIFEST_NAME
         try:
             raw = json.loads(path.read_text("utf-8"))
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise IntegrityError(
                 f"{folder} is not a subquad artifact: {MANIFEST_NAME} is missing. "
                 "Pass the directory that `subquad convert` wrote."
             ) from error
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except OSError as error:
+            raise IntegrityError(f"{path} cannot be read: {error.strerror}.") from error
+        # RecursionError: brackets nested deeper than the parser's stack.
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise IntegrityError(f"{path} is not valid JSON: {error}. Convert again.") from error
         version = raw.get("schema_version") if isinstance(raw, dict) else None
-        if version != SCHEMA_VERSION:
+        if type(version) is not int or version != SCHEMA_VERSION:
             raise IntegrityError(
                 f"{path}: schema_version {version!r}, but this subquad reads {SCHEMA_VERSION}. "
                 "Convert again with this version."
             )
         try:
-            return Manifest(
-                source=raw["source"],
-                versions=raw["versions"],
-                seed=raw["seed"],
-                inputs=tuple(
-                    InputSpec(**{**item, "shape": tuple(item["shape"])}) for item in raw["inputs"]
-                ),
-                outputs=tuple(
-                    OutputSpec(**{**item, "shape": tuple(item["shape"])}) for item in raw["outputs"]
-                ),
-                sites=tuple(SiteRecord(**item) for item in raw["sites"]),
-                rejections=tuple(raw["rejections"]),
-                files=raw["files"],
-                schema_version=version,
-            )
-        except (KeyError, TypeError) as error:
-            raise IntegrityError(f"{path}: malformed field: {error}. Convert again.") from error
+            return _parse(raw)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+            raise IntegrityError(f"{path}: malformed field: {what}. Convert again.") from error
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """The ``files`` entry of one file: ``{"size": bytes, "sha256": hex}``, read as a stream."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"size": stream.tell(), "sha256": digest}
+
+
+def _parse(raw: dict[str, Any]) -> Manifest:
+    """Build the manifest; ``KeyError``, ``TypeError`` or ``ValueError`` name the bad field."""
+    max_length = raw.get("max_length")
+    if max_length is not None:
+        _expect(max_length, int, "max_length")
+    files = _expect(raw["files"], dict, "files")
+    for name, entry in files.items():
+        _expect(entry, dict, f"files[{name!r}]")
+        size = _expect(entry["size"], int, f"files[{name!r}].size")
+        digest = _expect(entry["sha256"], str, f"files[{name!r}].sha256")
+        if size < 0 or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise ValueError(f"files[{name!r}] needs a size >= 0 and a sha256 in lower-case hex")
+    return Manifest(
+        source=_expect(raw["source"], dict, "source"),
+        versions=_expect(raw["versions"], dict, "versions"),
+        seed=_expect(raw["seed"], int, "seed"),
+        inputs=tuple(_parse_input(item) for item in _expect(raw["inputs"], list, "inputs")),
+        outputs=tuple(_parse_output(item) for item in _expect(raw["outputs"], list, "outputs")),
+        sites=tuple(_parse_site(item) for item in _expect(raw["sites"], list, "sites")),
+        rejections=tuple(
+            _expect(item, dict, "rejections[]")
+            for item in _expect(raw["rejections"], list, "rejections")
+        ),
+        files=files,
+        schema_version=raw["schema_version"],
+        max_length=max_length,
+    )
+
+
+def _parse_input(item: object) -> InputSpec:
+    fields = _signature_fields(item, "inputs")
+    role = fields["role"]
+    if role not in get_args(InputRole):
+        raise ValueError(f"inputs[{fields['name']!r}].role is {role!r}")
+    if fields.get("high") is not None:
+        _expect(fields["high"], int, f"inputs[{fields['name']!r}].high")
+    return InputSpec(**fields)
+
+
+def _parse_output(item: object) -> OutputSpec:
+    fields = _signature_fields(item, "outputs")
+    _expect(fields.get("is_logits", False), bool, f"outputs[{fields['name']!r}].is_logits")
+    return OutputSpec(**fields)
+
+
+def _signature_fields(item: object, where: str) -> dict[str, Any]:
+    fields: dict[str, Any] = _expect(item, dict, f"{where}[]")
+    name = _expect(fields["name"], str, f"{where}[].name")
+    _expect(fields["dtype"], str, f"{where}[{name!r}].dtype")
+    shape = _expect(fields["shape"], list, f"{where}[{name!r}].shape")
+    for dim in shape:
+        if isinstance(dim, bool) or not isinstance(dim, int | str):
+            raise TypeError(f"{where}[{name!r}].shape holds {dim!r}")
+    return {**fields, "shape": tuple(shape)}
+
+
+def _parse_site(item: object) -> SiteRecord:
+    fields: dict[str, Any] = _expect(item, dict, "sites[]")
+    site = _expect(fields["site"], dict, "sites[].site")
+    for key, kind in _SITE_FIELDS.items():
+        _expect(site[key], kind, f"sites[].site.{key}")
+    for key, kind in _MASK_FIELDS.items():
+        _expect(site["mask"][key], kind, f"sites[].site.mask.{key}")
+    for key in ("method", "operator"):
+        _expect(fields[key], str, f"sites[].{key}")
+    for key in ("kernel", "reason"):
+        _expect(fields.get(key, ""), str, f"sites[].{key}")
+    _expect(fields["params"], dict, "sites[].params")
+    return SiteRecord(**fields)
+
+
+# The fields of a site that the runtime reads.
+_SITE_FIELDS: Mapping[str, type] = {
+    "name": str,
+    "index": int,
+    "is_self": bool,
+    "mask": dict,
+    "output": str,
+    "source_output": str,
+}
+_MASK_FIELDS: Mapping[str, type] = {"window_left": int, "window_right": int}
+
+
+def _expect(value: Any, kind: type, where: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{where} must be {kind.__name__}, got {type(value).__name__}")
+    return value
