@@ -1,0 +1,65 @@
+# Every command a developer needs. `make` alone lists them.
+#
+#   VENV=path      virtual environment to create and use
+#   PYTHON=path    interpreter it is made with (3.11 or later)
+
+VENV ?= .venv
+PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3))
+PYTEST_ARGS ?=
+OUT ?= out
+
+PY := $(VENV)/bin/python
+SUBQUAD := $(VENV)/bin/subquad
+INSTALLED := $(VENV)/.subquad-installed
+INSTALLED_MODELS := $(VENV)/.subquad-installed-models
+
+# pip builds the package in an environment of its own, which -c does not reach.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all test-models test-node lint format bench models clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+install: $(INSTALLED)  ## create $(VENV) with the pinned versions of constraints.txt
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or later is needed; name it with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,dev]'
+	@touch $@
+
+$(INSTALLED_MODELS): $(INSTALLED)
+	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,dev,models]'
+	@touch $@
+
+test: $(INSTALLED)  ## fast tests (leaves out the markers slow, models and node)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow and not models and not node" $(PYTEST_ARGS)
+
+test-all: $(INSTALLED_MODELS)  ## every test; downloads checkpoints, needs Node.js and npm
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-models: $(INSTALLED_MODELS)  ## real checkpoints only, about ten minutes
+	$(PY) -m pytest -m models $(PYTEST_ARGS)
+
+test-node: $(INSTALLED)  ## artifacts in ONNX Runtime for Node.js
+	$(PY) -m pytest -m node $(PYTEST_ARGS)
+
+lint: $(INSTALLED)  ## ruff, mypy, direction of imports
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy tests
+	$(VENV)/bin/lint-imports
+
+models: $(INSTALLED_MODELS)  ## download the checkpoints that tests and benchmarks use
+	$(PY) tests/support/third_party.py
+
+clean:  ## remove what make created, except the downloaded checkpoints
+	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	  .hypothesis .import_linter_cache
