@@ -1,0 +1,310 @@
+"""Load an artifact directory, prove that it is intact, and run it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subquad.runtime import onnx_wire
+from subquad.runtime.errors import IntegrityError, UsageError
+from subquad.runtime.manifest import (
+    MANIFEST_NAME,
+    MODEL_NAME,
+    InputSpec,
+    Manifest,
+    file_record,
+)
+from subquad.runtime.session import onnxruntime, open_session, provider_name, run_session
+
+
+@dataclass(frozen=True)
+class SiteExecution:
+    """What computes one attention: a kernel, or the ONNX function body of its operator.
+
+    Attributes:
+        site: name of the site.
+        method: method applied (``dense`` = exact).
+        operator: ``ai.subquad`` operator and overload.
+        runs_as: ``kernel <name>`` or ``function body``.
+        reason: why no kernel runs, or why a requested method was declined.
+    """
+
+    site: str
+    method: str
+    operator: str
+    runs_as: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What really runs, as opposed to what was asked for.
+
+    Attributes:
+        provider: requested provider, by its ONNX Runtime name; it did start.
+        session_providers: ``session.get_providers()``; operators the first lacks run on the rest.
+        onnxruntime: version.
+        threads: threads for one operator; ``None`` = ONNX Runtime's choice.
+        sites: in graph order.
+    """
+
+    provider: str
+    session_providers: tuple[str, ...]
+    onnxruntime: str
+    threads: int | None
+    sites: tuple[SiteExecution, ...]
+
+
+class Artifact:
+    """A loaded artifact; made by ``load``.
+
+    Attributes:
+        path: the directory.
+        manifest: its manifest.
+        execution: what really runs.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, session: Any, execution: Execution) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.execution = execution
+        self._session = session
+
+    def run(
+        self,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Sequence[str] | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """Run the model once.
+
+        Args:
+            inputs: one array for every input of ``manifest.inputs``.
+            outputs: names of the wanted outputs; all by default.
+
+        Raises:
+            UsageError: an input is missing, unknown, or of a wrong dtype, shape or range.
+            SubquadError: ONNX Runtime failed; the message has its reason.
+        """
+        known = [spec.name for spec in self.manifest.outputs]
+        names = known if outputs is None else list(outputs)
+        for name in names:
+            if name not in known:
+                raise UsageError(f"No output {name!r}; the outputs are {', '.join(known)}.")
+        feeds = check_inputs(self.manifest.inputs, inputs)
+        return dict(zip(names, run_session(self._session, feeds, names), strict=True))
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    provider: str = "cpu",
+    threads: int | None = None,
+    verify: bool = True,
+) -> Artifact:
+    """Open the artifact directory ``path``.
+
+    Args:
+        path: the directory that ``subquad convert`` wrote.
+        provider: ``cpu``, ``cuda``, another short name, or a full ONNX Runtime provider name.
+            Operators the provider lacks run on the CPU, but it must have started.
+        threads: for one operator; ``None`` leaves the choice to ONNX Runtime.
+        verify: compare size and SHA-256 of every file with the manifest. Names and sizes are
+            checked in any case.
+
+    Raises:
+        UsageError: no such directory, unknown provider.
+        IntegrityError: a file is missing, changed, or not under the artifact directory.
+        TargetUnavailableError: ONNX Runtime or the provider is not available here.
+    """
+    folder, manifest = open_manifest(path)
+    check_files(folder, manifest, hashes=verify)
+    session = open_session(folder / MODEL_NAME, folder=folder, provider=provider, threads=threads)
+    _check_signature(manifest, session)
+    return Artifact(folder, manifest, session, _execution(manifest, session, provider, threads))
+
+
+def open_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
+    """The artifact directory and its manifest, files not yet checked."""
+    folder = Path(path)
+    if not folder.exists():
+        raise UsageError(f"No such artifact directory: {folder}")
+    return folder, Manifest.read(folder)
+
+
+def check_files(folder: Path, manifest: Manifest, *, hashes: bool = True) -> None:
+    """Compare every file of the manifest with the disk, reading files as streams.
+
+    Raises:
+        IntegrityError: names the first file that is missing, changed, not regular or outside.
+    """
+    if MODEL_NAME not in manifest.files:
+        raise IntegrityError(f"{folder / MANIFEST_NAME} lists no {MODEL_NAME}. Convert again.")
+    root = folder.resolve()
+    for name, expected in manifest.files.items():
+        path = _checked_path(root, name)
+        try:
+            if path.stat().st_size != expected["size"]:
+                raise IntegrityError(
+                    f"{folder / name}: {path.stat().st_size} bytes, but the manifest says "
+                    f"{expected['size']}. The file is incomplete or was changed; convert or copy "
+                    "again."
+                )
+            if hashes and file_record(path) != {key: expected[key] for key in ("size", "sha256")}:
+                raise IntegrityError(
+                    f"{folder / name}: content differs from its SHA-256 in the manifest. "
+                    "The file was changed; convert or copy again."
+                )
+        except OSError as error:
+            raise IntegrityError(f"{folder / name} cannot be read: {error.strerror}.") from error
+    for name in manifest.files:
+        if name.endswith(".onnx"):
+            _check_external_data(folder, name, manifest)
+
+
+def read_model(folder: Path, name: str) -> bytes:
+    """The graph of one ``.onnx`` file of the artifact, without its external data."""
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        raise IntegrityError(f"{folder / name} cannot be read: {error.strerror}.") from error
+
+
+def check_inputs(
+    specs: Sequence[InputSpec], inputs: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """``inputs`` as contiguous arrays, each in agreement with its spec and with the others.
+
+    Raises:
+        UsageError: says which input is wrong, what was expected, and what came.
+    """
+    names = [spec.name for spec in specs]
+    missing = [name for name in names if name not in inputs]
+    unknown = [name for name in inputs if name not in names]
+    if missing or unknown:
+        parts = [f"missing: {', '.join(missing)}"] if missing else []
+        parts += [f"unknown: {', '.join(map(str, unknown))}"] if unknown else []
+        raise UsageError(f"The model takes {', '.join(names)}; {'; '.join(parts)}.")
+    dims: dict[str, tuple[int, str]] = {}
+    for spec in specs:
+        _check_array(spec, inputs[spec.name], dims)
+    for spec in specs:
+        _check_values(spec, inputs[spec.name])
+    return {name: np.ascontiguousarray(inputs[name]) for name in names}
+
+
+def _check_array(spec: InputSpec, array: object, dims: dict[str, tuple[int, str]]) -> None:
+    """Dtype, rank and sizes; ``dims`` collects the sizes of named dimensions and who set them."""
+    shape = ", ".join(map(str, spec.shape))
+    wanted = f"Input {spec.name!r} must be a {spec.dtype} array of shape [{shape}]"
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"{wanted}, got {type(array).__name__}.")
+    if array.dtype.name != spec.dtype:
+        raise UsageError(
+            f"{wanted}, got dtype {array.dtype.name}. Convert with .astype(numpy.{spec.dtype})."
+        )
+    got = list(array.shape)
+    if array.ndim != len(spec.shape):
+        raise UsageError(f"{wanted}, got {array.ndim} dimensions: {got}.")
+    for axis, (dim, size) in enumerate(zip(spec.shape, array.shape, strict=True)):
+        if isinstance(dim, int) and size != dim:
+            raise UsageError(f"{wanted}, got {got}: axis {axis} must be {dim}.")
+        if size == 0:
+            raise UsageError(f"{wanted}, got {got}: axis {axis} ({dim}) is empty.")
+        if isinstance(dim, str):
+            first, owner = dims.setdefault(dim, (size, spec.name))
+            if size != first:
+                raise UsageError(f"{wanted}, got {got}: {dim} is {first} in input {owner!r}.")
+
+
+def _check_values(spec: InputSpec, array: NDArray[Any]) -> None:
+    if spec.role == "values":
+        return
+    if spec.role == "padding_mask":
+        if not np.isin(array, (0, 1)).all():
+            raise UsageError(f"Input {spec.name!r} must hold 0 (padding) and 1 (real token) only.")
+        return
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or (spec.high is not None and high >= spec.high):
+        bound = "0 or more" if spec.high is None else f"0 to {spec.high - 1}"
+        bad = low if low < 0 else high
+        raise UsageError(f"Input {spec.name!r} must hold indices of {bound}, got {bad}.")
+
+
+def _checked_path(root: Path, name: str) -> Path:
+    """``root / name``, provided that it is a regular file that lies under ``root``."""
+    pure = PurePosixPath(name)
+    plain = name and not pure.is_absolute() and ".." not in pure.parts and pure.as_posix() == name
+    # A backslash or colon would be a separator or a drive on Windows.
+    if not plain or set(name) & set("\\:\0"):
+        raise IntegrityError(
+            f"{MANIFEST_NAME} lists {name!r}, which is no plain relative path. "
+            "Do not trust this artifact."
+        )
+    path = root / name
+    resolved = path.resolve()
+    if not resolved.is_relative_to(root):
+        raise IntegrityError(f"{name!r} leads out of the artifact directory, to {resolved}.")
+    if not path.exists():
+        raise IntegrityError(f"{path} is missing. Convert or copy again.")
+    if not path.is_file():
+        raise IntegrityError(f"{path} is not a regular file.")
+    return path
+
+
+def _check_external_data(folder: Path, name: str, manifest: Manifest) -> None:
+    """Weights may come from listed files only: ONNX Runtime would read an unlisted one unseen."""
+    try:
+        locations = onnx_wire.external_locations(read_model(folder, name))
+    except ValueError as error:
+        raise IntegrityError(f"{folder / name} is not an ONNX file: {error}.") from error
+    for location in sorted(locations):
+        if location not in manifest.files:
+            raise IntegrityError(
+                f"{folder / name} reads weights from {location!r}, which the manifest does not "
+                "list. Convert again."
+            )
+
+
+def _check_signature(manifest: Manifest, session: Any) -> None:
+    for kind, specs, values in (
+        ("inputs", manifest.inputs, session.get_inputs()),
+        ("outputs", manifest.outputs, session.get_outputs()),
+    ):
+        listed, real = {spec.name for spec in specs}, {value.name for value in values}
+        if listed != real:
+            raise IntegrityError(
+                f"{MODEL_NAME} has the {kind} {', '.join(sorted(real))}, but the manifest lists "
+                f"{', '.join(sorted(listed))}. Convert again."
+            )
+
+
+def _execution(manifest: Manifest, session: Any, provider: str, threads: int | None) -> Execution:
+    sites = []
+    for record in manifest.sites:
+        reason = record.reason
+        if record.kernel:
+            # Reported rather than believed: nothing here registers a kernel library.
+            note = f"kernel {record.kernel} is not loaded by this version of subquad"
+            reason = f"{reason}; {note}" if reason else note
+        sites.append(
+            SiteExecution(
+                site=record.site["name"],
+                method=record.method,
+                operator=record.operator,
+                runs_as="function body",
+                reason=reason,
+            )
+        )
+    return Execution(
+        provider=provider_name(provider),
+        session_providers=tuple(session.get_providers()),
+        onnxruntime=onnxruntime().__version__,
+        threads=threads,
+        sites=tuple(sites),
+    )

@@ -1,0 +1,177 @@
+"""ONNX Runtime sessions: opened for a named provider, interruptible, errors in our words."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from subquad.runtime.errors import SubquadError, TargetUnavailableError, UsageError
+
+Feeds = Mapping[str, NDArray[Any]]
+
+PROVIDERS: Mapping[str, str] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "rocm": "ROCMExecutionProvider",
+    "migraphx": "MIGraphXExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+    "dml": "DmlExecutionProvider",
+}
+"""Short names; any full ``...ExecutionProvider`` name is accepted as well."""
+
+CPU = PROVIDERS["cpu"]
+
+
+def onnxruntime() -> types.ModuleType:
+    """The ``onnxruntime`` module.
+
+    Raises:
+        TargetUnavailableError: not installed, or installed and broken.
+    """
+    try:
+        import onnxruntime as module
+    except ModuleNotFoundError as error:
+        if error.name != "onnxruntime":
+            raise TargetUnavailableError(f"ONNX Runtime cannot be imported: {error}.") from error
+        raise TargetUnavailableError(
+            "ONNX Runtime is not installed. Install one of: pip install 'subquad[cpu]' or, for "
+            "NVIDIA GPUs, pip install 'subquad[gpu]' (never both)."
+        ) from error
+    except ImportError as error:
+        raise TargetUnavailableError(
+            f"ONNX Runtime is installed but cannot be loaded: {error}. "
+            "`subquad doctor` shows what is installed."
+        ) from error
+    return module  # type: ignore[no-any-return]
+
+
+def provider_name(provider: str) -> str:
+    """ONNX Runtime's name of a provider given by short or full name."""
+    full = PROVIDERS.get(provider.lower(), provider)
+    if not full.endswith("ExecutionProvider"):
+        raise UsageError(
+            f"Unknown provider {provider!r}. Use one of {', '.join(PROVIDERS)}, or the full name "
+            "of an ONNX Runtime provider."
+        )
+    return full
+
+
+def open_session(
+    model: Path | bytes,
+    *,
+    folder: Path,
+    provider: str = "cpu",
+    threads: int | None = None,
+    config: Mapping[str, str] | None = None,
+) -> Any:
+    """An ``InferenceSession`` that really has ``provider``.
+
+    Args:
+        model: path, or the bytes of a model whose external data lie in ``folder``.
+        folder: where external data are.
+        provider: short or full name. Operators the provider lacks run on the CPU.
+        threads: for one operator; ``None`` leaves the choice to ONNX Runtime.
+        config: further session configuration entries.
+
+    Raises:
+        TargetUnavailableError: the provider is not built in, or could not start.
+        SubquadError: ONNX Runtime refuses the model.
+    """
+    ort = onnxruntime()
+    wanted = provider_name(provider)
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads must be at least 1, got {threads}.")
+    if wanted not in ort.get_available_providers():
+        have = ", ".join(ort.get_available_providers())
+        hint = " Install subquad[gpu] instead of subquad[cpu]." if "CUDA" in wanted else ""
+        raise TargetUnavailableError(
+            f"Provider {wanted} is not part of the installed ONNX Runtime {ort.__version__}, "
+            f"which has {have}.{hint}"
+        )
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.inter_op_num_threads = 1
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if isinstance(model, bytes):
+        # Without it external data of a model given as bytes are looked up in the working
+        # directory, and refused since ONNX Runtime 1.24.
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(folder)
+        )
+    for key, value in (config or {}).items():
+        options.add_session_config_entry(key, value)
+    providers = [wanted] if wanted == CPU else [wanted, CPU]
+    source = model if isinstance(model, bytes) else str(model)
+    what = "the model" if isinstance(model, bytes) else model.name
+    with translated_errors(f"ONNX Runtime {ort.__version__} cannot load {what}"):
+        # enable_fallback=0: the fallback prints to stdout and hides the failure.
+        session = ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+    # The list of available providers is a wish; only the session knows what started.
+    if wanted not in session.get_providers():
+        raise TargetUnavailableError(
+            f"Provider {wanted} is part of ONNX Runtime {ort.__version__} but did not start on "
+            f"this machine; the session has {', '.join(session.get_providers())}. Check the "
+            "driver and its libraries (`subquad doctor`)."
+        )
+    return session
+
+
+def run_session(session: Any, feeds: Feeds, names: Sequence[str]) -> list[NDArray[Any]]:
+    """``session.run``, which Ctrl-C stops within one operator.
+
+    Python delivers signals to the main thread only, and only outside of C++. So the main thread
+    waits while another runs the session, and tells it to stop.
+    """
+    ort = onnxruntime()
+    if threading.current_thread() is not threading.main_thread():
+        with translated_errors("ONNX Runtime failed"):
+            return list(session.run(list(names), dict(feeds)))
+    options = ort.RunOptions()
+    with ThreadPoolExecutor(1, "subquad-run") as executor:
+        future = executor.submit(session.run, list(names), dict(feeds), options)
+        try:
+            wait([future])
+        except BaseException:
+            options.terminate = True
+            wait([future])
+            raise
+        with translated_errors("ONNX Runtime failed"):
+            return list(future.result())
+
+
+@contextmanager
+def translated_errors(what: str) -> Iterator[None]:
+    """Raise ONNX Runtime's exceptions as ``SubquadError`` with the reason."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    # They share no base class of their own. The set differs between releases.
+    kinds = tuple(
+        kind
+        for kind in vars(state).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    )
+    try:
+        yield
+    except kinds as error:
+        raise SubquadError(f"{what}: {_reason(error)}") from error
+    # Raised by the pybind layer for what it cannot convert, and for lack of memory.
+    except (RuntimeError, ValueError, MemoryError) as error:
+        raise SubquadError(f"{what}: {_reason(error) or type(error).__name__}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The message on one line, without ONNX Runtime's ``[ONNXRuntimeError] : code :`` prefix."""
+    text = " ".join(str(error).split())
+    if text.startswith("[ONNXRuntimeError]"):
+        text = text.split(" : ", 3)[-1]
+    return text
