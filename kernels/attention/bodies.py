@@ -1,0 +1,237 @@
+"""Function bodies of exact attention, one per kind of mask.
+
+| mask | body | extra memory |
+|---|---|---|
+| none, or key mask only | com.microsoft MultiHeadAttention, tiled | linear |
+| causal, queries and keys aligned | com.microsoft GroupQueryAttention, tiled | linear |
+| both sides limited | gathered band (``kernels/band.py``) | linear x window |
+| causal decoding, softcap, one-sided bands | standard ops | query_len x kv_len |
+
+A key mask reaches the tiled kernels, which take none, as one more column: 1 in every query, 0 or
+``MASKED`` in every key. It is added to the score inside the product and vanishes in the softmax
+exactly; their own mask inputs either switch to the quadratic path or add only -10000.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from subquad.kernels.band import MASKED, Band, banded_attention
+from subquad.kernels.body import MICROSOFT, Body
+from subquad.kernels.inputs import Heads, Inputs, offset
+from subquad.kernels.operator import UNLIMITED
+
+GQA_ALIGNMENT = 8
+"""GroupQueryAttention on CPU wants head sizes that are multiples of this."""
+
+LARGEST_GATHERED_WINDOW = 1024
+"""Above it, an aligned causal window uses the tiled kernel, which does more arithmetic but stores
+no scores (the band stores ``query_len x (block + window)`` of them)."""
+
+
+def attention_body(
+    body: Body,
+    heads: Heads,
+    inputs: Inputs,
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+) -> ir.Value:
+    """Choose the body; ``inputs`` have their padding zeroed."""
+    if left == UNLIMITED and right == UNLIMITED:
+        if softcap:
+            return _standard(body, heads, inputs, scale, softcap, left, right)
+        return _multi_head(body, heads, inputs, scale)
+
+    def general(inner: Body) -> ir.Value:
+        if left != UNLIMITED and right != UNLIMITED:
+            block = min(128, max(16, left + right + 1))
+            band = Band(left, right, block=block)
+            return banded_attention(inner, band, heads, inputs, scale, softcap)
+        return _standard(inner, heads, inputs, scale, softcap, left, right)
+
+    small_window = UNLIMITED < left <= LARGEST_GATHERED_WINDOW
+    if right != 0 or softcap or small_window:
+        return general(body)
+
+    def tiled(inner: Body) -> ir.Value:
+        if inputs.key_mask is None:
+            return _group_query(inner, heads, inputs, scale, left, masked=False)
+        return inner.branch(
+            inner.all_true(inputs.key_mask),
+            lambda nested: _group_query(nested, heads, inputs, scale, left, masked=False),
+            lambda nested: _group_query(nested, heads, inputs, scale, left, masked=True),
+        )
+
+    query_positions, key_positions = inputs.positions
+    aligned = body(
+        "And",
+        body("Equal", offset(body, inputs), 0),
+        body("Equal", body.dim(query_positions, 1), body.dim(key_positions, 1)),
+    )
+    return body.branch(body("Squeeze", aligned, 0), tiled, general)
+
+
+def _visible_rows(body: Body, inputs: Inputs, causal: bool) -> ir.Value | None:
+    """1 where a query sees any key, ``[batch, 1, query_len or 1, 1]``; queries aligned to keys."""
+    if inputs.key_mask is None:
+        return None
+    real = body.as_float(inputs.key_mask)
+    if causal:
+        seen = body("Min", body("CumSum", real, body.scalar(1, np.int64)), 1.0)
+        return body.unsqueeze(seen, 1, 3)
+    return body.unsqueeze(body("ReduceMax", real, [1], keepdims=1), 1, 3)
+
+
+def _pack(body: Body, value: ir.Value, width: int) -> ir.Value:
+    """``[B, H, N, D]`` to the ``[B, N, H * D]`` that com.microsoft kernels read."""
+    return body.reshape(body.transpose(value, 0, 2, 1, 3), 0, 0, width)
+
+
+def _unpack(body: Body, packed: ir.Value, num_heads: int, width: int, keep: int) -> ir.Value:
+    split = body.reshape(packed, 0, 0, num_heads, width)
+    if keep != width:
+        split = body.slice(split, 0, keep, 3)
+    return body.transpose(split, 0, 2, 1, 3)
+
+
+def _mask_column(body: Body, inputs: Inputs, num_heads: int) -> ir.Value:
+    """0 for real keys, ``MASKED`` for padding: ``[batch, num_heads, kv_len, 1]``."""
+    assert inputs.key_mask is not None
+    bias = body("Where", body.unsqueeze(inputs.key_mask, 1, 3), 0.0, MASKED)
+    return body("Expand", bias, [1, num_heads, 1, 1])
+
+
+def _ones_column(body: Body, query: ir.Value) -> ir.Value:
+    shape = body("Concat", body("Shape", query, start=0, end=3), 1, axis=0)
+    one = ir.AttrTensor("value", ir.tensor(np.ones(1, dtype=np.float32)))
+    return body("ConstantOfShape", shape, value=one)
+
+
+def _pad_to(body: Body, value: ir.Value, width: int, have: int) -> ir.Value:
+    return value if have == width else body("Pad", value, [0, width - have], None, [3])
+
+
+def _repeat_heads(body: Body, value: ir.Value, heads: Heads, width: int) -> ir.Value:
+    if heads.group == 1:
+        return value
+    wide = body("Expand", body.unsqueeze(value, 2), [1, 1, heads.group, 1, 1])
+    length = body.dim(value, 2)
+    return body.reshape(wide, 0, heads.num_heads, length, width)
+
+
+def _multi_head(body: Body, heads: Heads, inputs: Inputs, scale: float) -> ir.Value:
+    query, key = body("Mul", inputs.query, scale), inputs.key
+    width = heads.head_dim
+    if inputs.key_mask is not None:
+        query = body("Concat", query, _ones_column(body, query), axis=-1)
+        key = body("Concat", key, _mask_column(body, inputs, heads.num_kv_heads), axis=-1)
+        width += 1
+    key = _repeat_heads(body, key, heads, width)
+    value = _repeat_heads(body, inputs.value, heads, heads.value_dim)
+    packed = body(
+        "MultiHeadAttention",
+        _pack(body, query, heads.num_heads * width),
+        _pack(body, key, heads.num_heads * width),
+        _pack(body, value, heads.num_heads * heads.value_dim),
+        domain=MICROSOFT,
+        num_heads=heads.num_heads,
+        scale=1.0,
+    )
+    output = _unpack(body, packed, heads.num_heads, heads.value_dim, heads.value_dim)
+    rows = _visible_rows(body, inputs, causal=False)
+    return output if rows is None else body("Mul", output, rows)
+
+
+def _group_query(
+    body: Body, heads: Heads, inputs: Inputs, scale: float, left: int, *, masked: bool
+) -> ir.Value:
+    query, key = body("Mul", inputs.query, scale), inputs.key
+    used = heads.head_dim
+    if masked:
+        query = body("Concat", query, _ones_column(body, query), axis=-1)
+        key = body("Concat", key, _mask_column(body, inputs, heads.num_kv_heads), axis=-1)
+        used += 1
+    width = -(-max(used, heads.value_dim) // GQA_ALIGNMENT) * GQA_ALIGNMENT
+    query, key = _pad_to(body, query, width, used), _pad_to(body, key, width, used)
+    value = _pad_to(body, inputs.value, width, heads.value_dim)
+    length = body("Cast", body.dim(inputs.query, 2), to=6)
+    last = body("Sub", length, np.ones(1, dtype=np.int32))
+    window = {} if left == UNLIMITED else {"local_window_size": left + 1}
+    packed = body.multi(
+        "GroupQueryAttention",
+        _pack(body, query, heads.num_heads * width),
+        _pack(body, key, heads.num_kv_heads * width),
+        _pack(body, value, heads.num_kv_heads * width),
+        None,
+        None,
+        body("Expand", last, body.dim(inputs.query, 0)),
+        body("Squeeze", length, 0),
+        domain=MICROSOFT,
+        num_outputs=3,
+        num_heads=heads.num_heads,
+        kv_num_heads=heads.num_kv_heads,
+        scale=1.0,
+        **window,
+    )[0]
+    output = _unpack(body, packed, heads.num_heads, width, heads.value_dim)
+    if not masked:
+        return output
+    rows = _visible_rows(body, inputs, causal=True)
+    assert rows is not None
+    return body("Mul", output, rows)
+
+
+def _standard(
+    body: Body,
+    heads: Heads,
+    inputs: Inputs,
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+) -> ir.Value:
+    """Scores in full; the query heads of one key/value head share its keys."""
+    query = body("Mul", inputs.query, scale)
+    query_len, kv_len = body.dim(inputs.query, 2), body.dim(inputs.key, 2)
+    grouped = heads.group > 1
+    if grouped:
+        query = body.reshape(query, 0, heads.num_kv_heads, -1, heads.head_dim)
+    scores = body.matmul_transposed(query, inputs.key, rank=4)
+    if softcap:
+        scores = body("Mul", body("Tanh", body("Mul", scores, 1.0 / softcap)), softcap)
+    visible = _visible(body, inputs, left, right)
+    if visible is None:
+        weights = body("Softmax", scores, axis=-1)
+        output = body("MatMul", weights, inputs.value)
+        return body.reshape(output, 0, heads.num_heads, query_len, heads.value_dim)
+    bias = body("Where", visible, 0.0, MASKED)
+    if grouped:
+        scores = body.reshape(scores, 0, heads.num_heads, query_len, kv_len)
+    weights = body("Softmax", body("Add", scores, bias), axis=-1)
+    if grouped:
+        weights = body.reshape(weights, 0, heads.num_kv_heads, -1, kv_len)
+    output = body("MatMul", weights, inputs.value)
+    if grouped:
+        output = body.reshape(output, 0, heads.num_heads, query_len, heads.value_dim)
+    best = body("ReduceMax", bias, [-1], keepdims=1)
+    return body("Mul", output, body.as_float(body("Greater", best, MASKED / 2)))
+
+
+def _visible(body: Body, inputs: Inputs, left: int, right: int) -> ir.Value | None:
+    """Visibility as ``[batch or 1, 1, query_len or 1, kv_len]``; ``None``: everything."""
+    conditions: list[ir.Value | None] = []
+    if left != UNLIMITED or right != UNLIMITED:
+        query_positions, key_positions = inputs.positions
+        queries = body("Add", body.arange(body.dim(query_positions, 1)), offset(body, inputs))
+        keys = body.arange(body.dim(key_positions, 1))
+        distance = body("Sub", body.unsqueeze(queries, 1), body.unsqueeze(keys, 0))
+        if left != UNLIMITED:
+            conditions.append(body("LessOrEqual", distance, left))
+        if right != UNLIMITED:
+            conditions.append(body("GreaterOrEqual", distance, -right))
+    if inputs.key_mask is not None:
+        conditions.append(body.unsqueeze(inputs.key_mask, 1, 2))
+    return body.all_of(*conditions)

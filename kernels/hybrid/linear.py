@@ -1,0 +1,137 @@
+"""The linear part: sums over features of older (or later) keys, by chunks.
+
+Queries and keys are brought to a common index first: row ``i`` of the shifted keys is the newest
+key that query ``i`` may count, so that "all keys older than the window" becomes ordinary causal
+attention. Keys before the first such row form chunks of their own, whose sums only feed the state.
+Sums are only ever added up, never subtracted: "total minus window" would cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from subquad.kernels.band import merge_queries, split_queries
+from subquad.kernels.body import Body
+from subquad.kernels.inputs import Heads, Inputs, offset
+
+CHUNK = 64
+"""Measured best of 32, 64, 128 and 256 for head dims 64 and 128 on ONNX Runtime."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One direction of the linear part.
+
+    Attributes:
+        direction: ``past`` counts keys at distance >= gap before the query, ``future`` after it.
+        gap: 0 counts the query's own token.
+    """
+
+    direction: Literal["past", "future"]
+    gap: int
+
+
+def linear_sums(
+    body: Body,
+    sides: tuple[Side, ...],
+    heads: Heads,
+    inputs: Inputs,
+    query_features: ir.Value,
+    key_features: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
+    """Numerator ``[B, H, query_len, value_dim]`` and denominator ``[B, H, query_len, 1]``.
+
+    No sides: every key counts. ``key_features`` are zero for keys that never count.
+    """
+    ones = body.reshape(
+        body("ConstantOfShape", body.shape(body.dim(inputs.value, 2)), value=_one()), 1, 1, -1, 1
+    )
+    shape = body.shape(body.dim(inputs.value, 0), heads.num_kv_heads, 1, 1)
+    values = body("Concat", inputs.value, body("Expand", ones, shape), axis=-1)
+    if not sides:
+        sums = _all_keys(body, heads, query_features, key_features, values)
+    else:
+        parts = [
+            _one_side(body, side, heads, inputs, query_features, key_features, values)
+            for side in sides
+        ]
+        sums = parts[0] if len(parts) == 1 else body("Add", *parts)
+    numerator, denominator = body.multi("Split", sums, [heads.value_dim, 1], num_outputs=2, axis=-1)
+    return numerator, denominator
+
+
+def _one() -> ir.Attr:
+    return ir.AttrTensor("value", ir.tensor(np.ones(1, dtype=np.float32)))
+
+
+def _all_keys(
+    body: Body, heads: Heads, query_features: ir.Value, key_features: ir.Value, values: ir.Value
+) -> ir.Value:
+    state = body("MatMul", body.transpose(key_features, 0, 1, 3, 2), values)
+    if heads.group == 1:
+        return body("MatMul", query_features, state)
+    # [B, Hkv, group * N, F]: all query heads of a key/value head at once.
+    features = body.dim(query_features, 3)
+    folded = body.reshape(query_features, 0, heads.num_kv_heads, -1, features)
+    sums = body("MatMul", folded, state)
+    query_len = body.dim(query_features, 2)
+    return body.reshape(sums, 0, heads.num_heads, query_len, heads.value_dim + 1)
+
+
+def _one_side(
+    body: Body,
+    side: Side,
+    heads: Heads,
+    inputs: Inputs,
+    query_features: ir.Value,
+    key_features: ir.Value,
+    values: ir.Value,
+) -> ir.Value:
+    query_positions, key_positions = inputs.positions
+    query_len, kv_len = body.dim(query_positions, 1), body.dim(key_positions, 1)
+    past = side.direction == "past"
+    chunks = body.ceil_div(query_len, CHUNK)
+    shift = offset(body, inputs)
+    # Slot of the key that shares row 0 with query 0.
+    base = body("Sub", shift, side.gap) if past else body("Add", shift, side.gap)
+    if past:
+        others = body.ceil_div(body("Max", base, 0), CHUNK)
+        first = body("Sub", base, body("Mul", others, CHUNK))
+    else:
+        end = body("Add", base, body("Mul", chunks, CHUNK))
+        others = body.ceil_div(body("Max", body("Sub", kv_len, end), 0), CHUNK)
+        first = base
+    total = body("Add", chunks, others)
+    slots = body("Add", body.arange(body("Mul", total, CHUNK)), first)
+    last = body("Sub", kv_len, 1)
+    inside = body.as_float(body.between(slots, 0, last))
+    slots = body("Max", body("Min", slots, last), 0)
+
+    keys = body("Gather", key_features, slots, axis=2)
+    keys = body("Mul", keys, body.unsqueeze(inside, 1))
+    features = body.dim(key_features, 3)
+    keys = body.reshape(keys, 0, 0, total, CHUNK, features)
+    width = heads.value_dim + 1
+    values = body.reshape(body("Gather", values, slots, axis=2), 0, 0, total, CHUNK, width)
+
+    products = body("MatMul", body.transpose(keys, 0, 1, 2, 4, 3), values)
+    axis = body.scalar(2, np.int64)
+    states = body("CumSum", products, axis, exclusive=1, reverse=0 if past else 1)
+    start, end = (others, total) if past else (body.value(0), chunks)
+    states = body.slice(states, start, end, 2)
+    near_keys = body.slice(keys, start, end, 2)
+    near_values = body.slice(values, start, end, 2)
+
+    queries = split_queries(body, query_features, heads, chunks, CHUNK)
+    similarity = body.matmul_transposed(queries, near_keys, rank=5)
+    ones = np.ones((CHUNK, CHUNK), dtype=np.float32)
+    triangle = np.tril(ones) if past else np.triu(ones)
+    similarity = body("Mul", similarity, np.tile(triangle, (heads.group, 1)))
+    near = body("MatMul", similarity, near_values)
+    far = body("MatMul", queries, states)
+    sums = body.reshape(body("Add", near, far), 0, 0, 0, heads.group, CHUNK, width)
+    return merge_queries(body, sums, heads, query_len)

@@ -1,0 +1,145 @@
+"""Shared helpers: random inputs, one-node models in ONNX Runtime, naive per-query attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from subquad.kernels.inputs import INPUT_NAMES
+from subquad.kernels.operator import DOMAIN, DOMAIN_VERSION, OPSET, OperatorVariant
+
+ELEMENT_TYPES = {
+    "key_mask": ir.DataType.BOOL,
+    "query_positions": ir.DataType.INT64,
+    "key_positions": ir.DataType.INT64,
+}
+RANKS = {"query": 4, "key": 4, "value": 4}
+
+
+def one_node_model(variant: OperatorVariant, *, version: int = 10) -> onnx.ModelProto:
+    """A model of one node of this variant, all dimensions free, function included."""
+    names = variant.input_names
+    inputs = [
+        ir.Value(
+            name=name,
+            type=ir.TensorType(ELEMENT_TYPES.get(name, ir.DataType.FLOAT)),
+            shape=ir.Shape([f"{name}_{axis}" for axis in range(RANKS.get(name, 2))]),
+        )
+        if name
+        else None
+        for name in names
+    ]
+    node = ir.node(
+        variant.op_type,
+        inputs,
+        domain=DOMAIN,
+        overload=variant.overload,
+        attributes=variant.attributes(),
+        num_outputs=1,
+    )
+    node.outputs[0].name = "output"
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    node.outputs[0].shape = ir.Shape(["batch", "num_heads", "query_len", "value_dim"])
+    graph = ir.Graph(
+        [value for value in inputs if value is not None],
+        node.outputs,
+        nodes=[node],
+        opset_imports={"": OPSET, DOMAIN: DOMAIN_VERSION},
+        name="one_node",
+    )
+    model = ir.Model(graph, ir_version=version, functions=[variant.build_function()])
+    return ir.to_proto(model)
+
+
+@lru_cache(maxsize=256)
+def session(variant: OperatorVariant) -> ort.InferenceSession:
+    """A CPU session of ``one_node_model``, one thread."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    serialized = one_node_model(variant).SerializeToString()
+    return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one operator call; positions as the converter makes them from the mask."""
+
+    query: NDArray[np.float32]
+    key: NDArray[np.float32]
+    value: NDArray[np.float32]
+    key_mask: NDArray[np.bool_]
+    query_positions: NDArray[np.int64]
+    key_positions: NDArray[np.int64]
+
+    def with_(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def edited(self, name: str, edit: Callable[[NDArray[Any]], None]) -> Case:
+        """A copy with one array changed in place by ``edit``."""
+        array = np.array(getattr(self, name))
+        edit(array)
+        return replace(self, **{name: array})
+
+    def feeds(self, variant: OperatorVariant) -> dict[str, NDArray[Any]]:
+        return {name: getattr(self, name) for name in variant.input_names if name}
+
+
+def run(variant: OperatorVariant, case: Case) -> NDArray[np.float32]:
+    """The function body in ONNX Runtime."""
+    output: NDArray[np.float32] = session(variant).run(None, case.feeds(variant))[0]
+    return output
+
+
+def reference(variant: OperatorVariant, case: Case) -> NDArray[np.float64]:
+    """The float64 reference on the same inputs."""
+    feeds = case.feeds(variant)
+    return variant.reference(*(feeds.get(name) for name in INPUT_NAMES))  # type: ignore[arg-type]
+
+
+def random_case(
+    rng: np.random.Generator,
+    variant: Any,
+    *,
+    batch: int = 2,
+    query_len: int = 7,
+    kv_len: int | None = None,
+    mask: NDArray[np.bool_] | None = None,
+    gain: float = 1.0,
+) -> Case:
+    """Random inputs; queries are the last ``query_len`` of ``kv_len`` slots."""
+    kv_len = query_len if kv_len is None else kv_len
+    heads = variant.heads
+    if mask is None:
+        mask = np.ones((batch, kv_len), dtype=np.bool_)
+    first_real = np.where(mask.any(axis=1), mask.argmax(axis=1), 0)
+    key_positions = np.arange(kv_len, dtype=np.int64)[None] - first_real[:, None]
+    return Case(
+        query=_normal(rng, gain, batch, heads.num_heads, query_len, heads.head_dim),
+        key=_normal(rng, gain, batch, heads.num_kv_heads, kv_len, heads.head_dim),
+        value=_normal(rng, 1.0, batch, heads.num_kv_heads, kv_len, heads.value_dim),
+        key_mask=mask,
+        query_positions=key_positions[:, kv_len - query_len :],
+        key_positions=key_positions,
+    )
+
+
+def _normal(rng: np.random.Generator, gain: float, *shape: int) -> NDArray[np.float32]:
+    return (gain * rng.standard_normal(shape)).astype(np.float32)
+
+
+def relative_error(got: NDArray[Any], want: NDArray[Any]) -> float:
+    """Relative L2 error over the whole array."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    assert np.isfinite(got).all()
+    scale = float(np.linalg.norm(want))
+    return float(np.linalg.norm(got - want)) / (scale if scale else 1.0)
