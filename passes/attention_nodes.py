@@ -1,0 +1,173 @@
+"""Build ``ai.subquad`` attention nodes and the inputs they share: key mask and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from subquad.kernels.operator import DOMAIN, DOMAIN_VERSION, OperatorVariant
+from subquad.passes.recognise.candidates import Operand
+
+
+@dataclass(frozen=True)
+class SharedInputs:
+    """Optional inputs of a node; None where the variant does not use them."""
+
+    key_mask: ir.Value | None = None
+    query_positions: ir.Value | None = None
+    key_positions: ir.Value | None = None
+
+
+class NodeBuilder:
+    """Records nodes in order; the caller inserts ``nodes`` into a graph."""
+
+    def __init__(self) -> None:
+        self._tape = ir.tape.Tape()
+
+    @property
+    def nodes(self) -> Sequence[ir.Node]:
+        return self._tape.nodes
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        dtype: ir.DataType = ir.DataType.FLOAT,
+        **attributes: int | float | Sequence[int],
+    ) -> ir.Value:
+        """One standard operator with one output of ``dtype``."""
+        output = ir.Value(type=ir.TensorType(dtype))
+        return self._tape.op(op_type, list(inputs), attributes, output=output)
+
+    def ints(self, values: int | Sequence[int]) -> ir.Value:
+        """An int64 constant: a scalar or a vector."""
+        tensor = ir.tensor(np.array(values, dtype=np.int64))
+        output = ir.Value(
+            type=ir.TensorType(ir.DataType.INT64), shape=tensor.shape, const_value=tensor
+        )
+        return self._tape.op("Constant", [], {"value": tensor}, output=output)
+
+    def key_mask(self, padding: ir.Value) -> ir.Value:
+        """``[batch, kv_len]`` bool from a 0/1 input of any dtype."""
+        if padding.dtype == ir.DataType.BOOL:
+            return padding
+        return self.op("Cast", padding, dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
+
+    def positions(
+        self,
+        query: ir.Value,
+        key: ir.Value,
+        key_mask: ir.Value | None,
+        alignment: Literal["start", "end"],
+    ) -> tuple[ir.Value, ir.Value]:
+        """Real-token positions of queries and keys, ``[batch, length]`` int64.
+
+        Position 0 is the first real slot of a batch row, so sinks and windows are cut on tokens
+        and a row padded in front gives the results of the same row without padding.
+        """
+        int64 = ir.DataType.INT64
+        kv_len = self.op("Shape", key, dtype=int64, start=2, end=3)
+        query_len = self.op("Shape", query, dtype=int64, start=2, end=3)
+        if key_mask is not None:
+            as_int = self.op("Cast", key_mask, dtype=ir.DataType.INT32, to=int(ir.DataType.INT32))
+            first = self.op("ArgMax", as_int, dtype=int64, axis=1, keepdims=1)
+        else:
+            batch = self.op("Shape", key, dtype=int64, start=0, end=1)
+            column = self.op("Concat", batch, self.ints([1]), dtype=int64, axis=0)
+            first = self.op("Expand", self.ints([[0]]), column, dtype=int64)
+        offset = self.op("Sub", kv_len, query_len, dtype=int64)
+        start = offset if alignment == "end" else self.ints([0])
+        end = self.op("Add", start, query_len, dtype=int64)
+        key_slots = self._range(self.ints([0]), kv_len)
+        query_slots = self._range(start, end)
+        return (
+            self.op("Sub", query_slots, first, dtype=int64),
+            self.op("Sub", key_slots, first, dtype=int64),
+        )
+
+    def _range(self, start: ir.Value, end: ir.Value) -> ir.Value:
+        int64 = ir.DataType.INT64
+        scalar = self.ints(())  # the empty shape
+        low = self.op("Reshape", start, scalar, dtype=int64)
+        high = self.op("Reshape", end, scalar, dtype=int64)
+        return self.op("Range", low, high, self.ints(1), dtype=int64)
+
+    def operand(self, operand: Operand, value: ir.Value) -> ir.Value:
+        """``value`` brought to ``[batch, heads, length, dim]`` as ``operand`` says."""
+        if operand.heads:
+            split = self.op("Reshape", value, self.ints([0, 0, operand.heads, -1]))
+            return self.op("Transpose", split, perm=[0, 2, 1, 3])
+        if operand.perm is not None:
+            return self.op("Transpose", value, perm=list(operand.perm))
+        return value
+
+    def attention(
+        self,
+        variant: OperatorVariant,
+        query: ir.Value,
+        key: ir.Value,
+        value: ir.Value,
+        shared: SharedInputs,
+        name: str,
+    ) -> ir.Value:
+        """The operator node itself; output ``[batch, num_heads, query_len, value_dim]``."""
+        inputs = variant_inputs(variant, query, key, value, shared)
+        return self._tape.op(
+            variant.op_type,
+            inputs,
+            {attribute.name: attribute for attribute in variant.attributes().values()},
+            domain=DOMAIN,
+            overload=variant.overload,
+            version=DOMAIN_VERSION,
+            name=name,
+            output=ir.Value(type=ir.TensorType(ir.DataType.FLOAT)),
+        )
+
+    def packed(self, output: ir.Value) -> ir.Value:
+        """``[batch, heads, length, dim]`` to ``[batch, length, heads * dim]``."""
+        moved = self.op("Transpose", output, perm=[0, 2, 1, 3])
+        return self.op("Reshape", moved, self.ints([0, 0, -1]))
+
+
+def variant_inputs(
+    variant: OperatorVariant,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    shared: SharedInputs,
+) -> list[ir.Value | None]:
+    """The inputs of a node of this variant, in the operator's order."""
+    available: dict[str, ir.Value | None] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "key_mask": shared.key_mask,
+        "query_positions": shared.query_positions,
+        "key_positions": shared.key_positions,
+        "": None,
+    }
+    inputs = [available[name] for name in variant.input_names]
+    missing = [n for n in variant.input_names if n and available[n] is None]
+    assert not missing, f"{variant.overload} needs {missing}"
+    return inputs
+
+
+def needs_positions(variant: OperatorVariant) -> bool:
+    return "query_positions" in variant.input_names
+
+
+def register_variant(model: ir.Model, variant: OperatorVariant) -> None:
+    """Add the function of ``variant`` to ``model`` unless it is there."""
+    identifier = (DOMAIN, variant.op_type, variant.overload)
+    if identifier in model.functions:
+        return
+    function = variant.build_function()
+    model.functions[function.identifier()] = function
+    model.opset_imports.setdefault(DOMAIN, DOMAIN_VERSION)
+    for domain, version in function.opset_imports.items():
+        if domain:
+            model.opset_imports.setdefault(domain, version)
