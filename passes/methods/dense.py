@@ -1,0 +1,49 @@
+"""Exact softmax attention: the site as it is.
+
+    out_i = sum_j softmax_j(cap(scale * q_i . k_j)) v_j     over the keys i may see
+
+Vaswani et al., 2017, https://arxiv.org/abs/1706.03762.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.passes.methods.base import Parameters
+from subquad.passes.recognise.site import AttentionSite
+from subquad.runtime.errors import Rejection
+
+
+@dataclass(frozen=True)
+class DenseParameters(Parameters):
+    """None."""
+
+
+@dataclass(frozen=True)
+class DenseMethod:
+    """Keeps the attention exact; lowers to the best exact body for its mask."""
+
+    name: str = "dense"
+    paper: str = "Vaswani et al., 2017, https://arxiv.org/abs/1706.03762"
+    parameters: type[DenseParameters] = DenseParameters
+    causal_granularity: int = 1
+
+    def supports(self, site: AttentionSite, params: DenseParameters) -> Rejection | None:
+        return None
+
+    def lower(self, site: AttentionSite, params: DenseParameters) -> AttentionVariant:
+        return AttentionVariant(
+            num_heads=site.num_heads,
+            num_kv_heads=site.num_kv_heads,
+            head_dim=site.head_dim,
+            value_dim=site.value_dim,
+            scale=site.scale,
+            softcap=site.softcap,
+            window_left=site.mask.window_left,
+            window_right=site.mask.window_right,
+            has_key_mask=site.mask.key_padding,
+        )
+
+
+METHOD = DenseMethod()

@@ -1,0 +1,65 @@
+"""Linear attention with the feature map elu + 1.
+
+    out_i = sum_j phi(q_i) . phi(k_j) v_j / sum_j phi(q_i) . phi(k_j),    phi(x) = elu(x) + 1
+
+over the keys i may see; phi is applied to unscaled queries and keys. Katharopoulos et al., 2020,
+"Transformers are RNNs", eq. 7 (https://arxiv.org/abs/2006.16236). It has nothing to calibrate and
+its weights do not follow softmax's: on a trained model it needs fine-tuning, and serves as the
+smoke test of the linear path and as a baseline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subquad.kernels.hybrid.feature_maps import ELU
+from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.operator import UNLIMITED
+from subquad.passes.methods.base import Parameters
+from subquad.passes.recognise.site import AttentionSite
+from subquad.runtime.errors import Rejection
+
+
+@dataclass(frozen=True)
+class EluParameters(Parameters):
+    """None."""
+
+
+@dataclass(frozen=True)
+class EluMethod:
+    """Replaces softmax weights by products of elu + 1 features."""
+
+    name: str = "elu"
+    paper: str = "Katharopoulos et al., 2020, https://arxiv.org/abs/2006.16236"
+    parameters: type[EluParameters] = EluParameters
+    causal_granularity: int = 1
+
+    def supports(self, site: AttentionSite, params: EluParameters) -> Rejection | None:
+        if site.softcap:
+            return Rejection(
+                f"softcap {site.softcap:g}: linear attention forms no scores to cap",
+                where=site.name,
+            )
+        if site.mask.window_left != UNLIMITED or site.mask.window_right > 0:
+            return Rejection(
+                f"mask is {site.mask.describe()}: a sum over past keys cannot forget them by "
+                "distance, and a finite band is already linear in the length",
+                where=site.name,
+            )
+        return None
+
+    def lower(self, site: AttentionSite, params: EluParameters) -> HybridVariant:
+        return HybridVariant(
+            num_heads=site.num_heads,
+            num_kv_heads=site.num_kv_heads,
+            head_dim=site.head_dim,
+            value_dim=site.value_dim,
+            scale=site.scale,
+            allowed_left=site.mask.window_left,
+            allowed_right=site.mask.window_right,
+            feature_map=ELU.name,
+            has_key_mask=site.mask.key_padding,
+        )
+
+
+METHOD = EluMethod()

@@ -1,0 +1,91 @@
+"""Sliding window with attention sinks: exact softmax over fewer keys.
+
+    out_i = sum_{j in E_i} softmax_{j in E_i}(scale * q_i . k_j) v_j
+    E_i   = (keys within the window of i, or among the first ``sinks`` tokens) that i may see
+
+Beltagy et al., 2020, "Longformer" (https://arxiv.org/abs/2004.05150) for the window; Xiao et al.,
+2023, "Efficient Streaming Language Models with Attention Sinks"
+(https://arxiv.org/abs/2309.17453) for keeping the first tokens, with which trained models park
+weight they do not need. Rotary phases stay those of the original positions (the paper renumbers
+positions inside its cache), since the model around the site is left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.operator import UNLIMITED
+from subquad.passes.methods.base import Parameters, parameter
+from subquad.passes.recognise.site import AttentionSite
+from subquad.runtime.errors import Rejection
+
+
+@dataclass(frozen=True)
+class WindowParameters(Parameters):
+    """``size`` counts the query itself on causal sites; else it is the reach to each side."""
+
+    size: int = parameter(
+        "visible positions including the query; on bidirectional sites, positions to each side",
+        minimum=1,
+    )
+    sinks: int = parameter("first tokens that stay visible", minimum=0, default=4)
+
+
+@dataclass(frozen=True)
+class WindowMethod:
+    """Drops keys outside a sliding window and the sinks."""
+
+    name: str = "window"
+    paper: str = "Xiao et al., 2023, https://arxiv.org/abs/2309.17453"
+    parameters: type[WindowParameters] = WindowParameters
+    causal_granularity: int = 1
+
+    def supports(self, site: AttentionSite, params: WindowParameters) -> Rejection | None:
+        if not site.is_self:
+            return Rejection(
+                "cross-attention: query and key positions belong to different sequences, so a "
+                "window has no meaning",
+                where=site.name,
+            )
+        if site.softcap:
+            return Rejection(
+                f"softcap {site.softcap:g}: the hybrid operator has no softcap", where=site.name
+            )
+        left, right = _window(site, params)
+        if (left, right) == (site.mask.window_left, site.mask.window_right):
+            return Rejection(
+                f"window {params.size} changes nothing: the site's mask is already "
+                f"{site.mask.describe()}",
+                where=site.name,
+            )
+        return None
+
+    def lower(self, site: AttentionSite, params: WindowParameters) -> HybridVariant:
+        left, right = _window(site, params)
+        return HybridVariant(
+            num_heads=site.num_heads,
+            num_kv_heads=site.num_kv_heads,
+            head_dim=site.head_dim,
+            value_dim=site.value_dim,
+            scale=site.scale,
+            window_left=left,
+            window_right=right,
+            sinks=params.sinks,
+            allowed_left=site.mask.window_left,
+            allowed_right=site.mask.window_right,
+            has_key_mask=site.mask.key_padding,
+        )
+
+
+def _window(site: AttentionSite, params: WindowParameters) -> tuple[int, int]:
+    """Exact window of a site: the parameters' reach, never beyond the site's own band."""
+    reach = params.size - 1 if site.mask.is_causal else params.size
+    left, right = site.mask.window_left, site.mask.window_right
+    return (
+        reach if left == UNLIMITED else min(reach, left),
+        reach if right == UNLIMITED else min(reach, right),
+    )
+
+
+METHOD = WindowMethod()
