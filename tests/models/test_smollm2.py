@@ -1,0 +1,119 @@
+"""SmolLM2-135M: a causal decoder with grouped key/value heads, converted from its folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+import subquad
+import third_party
+from model_checks import HiddenValues, assert_unmoved, feeds_for, perplexity
+
+pytestmark = [pytest.mark.models, pytest.mark.slow]
+
+LAYERS = 30
+VOCABULARY = 49152
+
+# VmHWM belongs to the process image; ru_maxrss would start at the size of whoever started it.
+CONVERT = """
+import json, re, resource, sys
+from pathlib import Path
+from subquad.converter.pipeline import convert
+
+report = convert(Path(sys.argv[1]), Path(sys.argv[2]), force=("dense",))
+own = int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text()).group(1))
+children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print(json.dumps({
+    "peak_bytes": 1024 * max(own, children),
+    "reported_bytes": report.peak_rss_bytes,
+    "seconds": report.seconds,
+    "methods": [record.method for record in report.sites],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The exact artifact, converted in a process of its own so that its memory can be read."""
+    output = tmp_path_factory.mktemp("smollm2") / "artifact"
+    command = [sys.executable, "-c", CONVERT, str(third_party.smollm2()), str(output)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"SmolLM2 conversion: {facts['seconds']:.0f} s, peak {facts['peak_bytes'] / 1e9:.2f} GB")
+    return output, facts
+
+
+@pytest.fixture(scope="module")
+def article() -> NDArray[np.int64]:
+    """``[1, 1024]`` token ids of held-out text."""
+    tokenizer = Tokenizer.from_file(str(third_party.smollm2() / "tokenizer.json"))
+    return np.array([tokenizer.encode(third_party.wikipedia_article()).ids[:1024]])
+
+
+def test_conversion_raises_all_in_little_memory(
+    conversion: tuple[Path, dict[str, Any]],
+) -> None:
+    _, facts = conversion
+    assert facts["methods"] == ["dense"] * LAYERS
+    assert facts["peak_bytes"] <= 1.6e9
+    assert facts["reported_bytes"] == pytest.approx(facts["peak_bytes"], rel=0.1)
+
+
+def test_dense_perplexity_is_the_source_s(
+    conversion: tuple[Path, dict[str, Any]], article: NDArray[np.int64]
+) -> None:
+    artifact = subquad.load(conversion[0])
+    (output,) = (spec.name for spec in artifact.manifest.outputs if spec.is_logits)
+    logits = artifact.run(feeds_for(artifact.manifest, article, np.ones_like(article)))[output][0]
+    model = AutoModelForCausalLM.from_pretrained(third_party.smollm2(), dtype=torch.float32)
+    with torch.no_grad():
+        source_logits = model(input_ids=torch.from_numpy(article)).logits[0].numpy()
+    got, want = perplexity(logits, article[0]), perplexity(source_logits, article[0])
+    print(f"perplexity at 1024: artifact {got:.4f}, source {want:.4f}")
+    assert want == pytest.approx(13.20, abs=0.01)  # the published figure of this text
+    assert got == pytest.approx(want, rel=5e-5)
+
+
+def test_future_token_moves_nothing_at_any_site(
+    conversion: tuple[Path, dict[str, Any]],
+) -> None:
+    hidden = HiddenValues(conversion[0])
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, 96))
+    changed_at = np.array([60, 95])
+    changed = ids.copy()
+    changed[[0, 1], changed_at] = (ids[[0, 1], changed_at] + 1) % VOCABULARY
+    mask = np.ones_like(ids)
+    outputs, before = hidden.run(feeds_for(hidden.manifest, ids, mask))
+    outputs_after, after = hidden.run(feeds_for(hidden.manifest, changed, mask))
+    blind = np.arange(96) < changed_at[:, None]
+    assert len(before) == LAYERS
+    assert_unmoved(before, after, dict.fromkeys(before, blind))
+    for name, logits in outputs.items():
+        assert np.array_equal(logits[blind], outputs_after[name][blind])
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_masked_token_moves_nothing_at_any_site(
+    conversion: tuple[Path, dict[str, Any]], padding: str
+) -> None:
+    hidden = HiddenValues(conversion[0])
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (1, 96))
+    mask = np.ones_like(ids)
+    mask[:, slice(0, 30) if padding == "left" else slice(66, 96)] = 0
+    changed = np.where(mask == 0, (ids + 1) % VOCABULARY, ids)
+    outputs, before = hidden.run(feeds_for(hidden.manifest, ids, mask))
+    outputs_after, after = hidden.run(feeds_for(hidden.manifest, changed, mask))
+    real = mask == 1
+    assert_unmoved(before, after, dict.fromkeys(before, real))
+    for name, logits in outputs.items():
+        assert np.array_equal(logits[real], outputs_after[name][real])
