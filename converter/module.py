@@ -1,0 +1,206 @@
+"""A Python ``nn.Module`` -> traced graph."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from subquad.converter.signature import describe_signature
+from subquad.converter.source_hash import hash_model
+from subquad.converter.torch_export import export_module
+from subquad.converter.traced import TracedModel
+from subquad.runtime.errors import UnsupportedModelError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_CONVENTION = (
+    "A factory returns an nn.Module with a method example_inputs(), or (module, example_inputs), "
+    "or (module, example_inputs, dynamic_axes), or a subquad.converter.module.ModuleSource. "
+    "example_inputs is a dict by forward() argument name, or a tuple in order."
+)
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """A module and what is needed to trace it.
+
+    Attributes:
+        module: traced in eval mode; left in the mode it had.
+        example_inputs: tensors by ``forward`` argument name, or in its order. Use at least two
+            rows and a length that no layer size equals.
+        dynamic_axes: per input, axis -> name. Default: axis 0 of every input is ``batch``; axis 1
+            of every integer or bool input, and of floats of rank 2 and 3, is ``length``. Axes with
+            the same name have the same size.
+        name: what messages and the manifest call it.
+    """
+
+    module: torch.nn.Module
+    example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None = field(default=None)
+    name: str = ""
+
+
+def trace_factory(reference: str) -> TracedModel:
+    """Trace what ``"package.module:factory"`` returns when called without arguments.
+
+    The current directory is importable, as with ``python -m``.
+
+    Raises:
+        UsageError: no such module or factory, or it does not follow the convention.
+    """
+    module_name, _, attribute = reference.partition(":")
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{reference}: cannot import {error.name!r}. The current directory and installed "
+            "packages are searched."
+        ) from error
+    except (AttributeError, ImportError, ValueError) as error:
+        raise UsageError(f"{reference}: {error}.") from error
+    finally:
+        sys.path[:] = before
+    result = target() if callable(target) and not _is_module(target) else target
+    source = _as_source(result, reference)
+    return trace_module(
+        ModuleSource(source.module, source.example_inputs, source.dynamic_axes, reference)
+    )
+
+
+def trace_module(source: torch.nn.Module | ModuleSource | tuple[Any, ...]) -> TracedModel:
+    """Trace a module given through the API; see ``ModuleSource``.
+
+    Raises:
+        UsageError: example inputs are missing or do not fit ``forward``.
+        UnsupportedModelError: torch cannot trace it.
+    """
+    source = _as_source(source, type(source).__name__)
+    name = source.name or type(source.module).__name__
+    inputs = _named_inputs(source, name)
+    axes = _dynamic_axes(source, inputs, name)
+    training = source.module.training
+    source.module.eval()
+    try:
+        model = export_module(source.module, inputs, axes, what=name)
+    finally:
+        source.module.train(training)
+    specs = describe_signature(model.graph)
+    return TracedModel(
+        model=model,
+        reference=model.clone(),
+        kind="module",
+        source_name=name,
+        source_hash=hash_model(model),
+        inputs=specs[0],
+        outputs=specs[1],
+    )
+
+
+def _is_module(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
+
+
+def _as_source(value: Any, name: str) -> ModuleSource:
+    if isinstance(value, ModuleSource):
+        return value
+    if _is_module(value):
+        examples = getattr(value, "example_inputs", None)
+        if not callable(examples):
+            raise UsageError(f"{name}: example inputs are missing. {_CONVENTION}")
+        return ModuleSource(value, examples(), name=name)
+    if isinstance(value, tuple) and len(value) in (2, 3) and _is_module(value[0]):
+        return ModuleSource(*value)
+    raise UsageError(f"{name}: got {type(value).__name__}, which is no model. {_CONVENTION}")
+
+
+def _named_inputs(source: ModuleSource, name: str) -> dict[str, torch.Tensor]:
+    import torch
+
+    parameters = inspect.signature(source.module.forward).parameters
+    given = source.example_inputs
+    if isinstance(given, torch.Tensor):
+        given = (given,)
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - set(parameters))
+        if unknown:
+            raise UsageError(
+                f"{name}: forward() has no argument {unknown[0]!r}; it has {', '.join(parameters)}."
+            )
+        inputs = {key: given[key] for key in parameters if key in given}
+    elif isinstance(given, Sequence) and len(given) <= len(parameters):
+        inputs = dict(zip(parameters, given, strict=False))
+    else:
+        raise UsageError(f"{name}: example inputs do not fit forward(). {_CONVENTION}")
+    for key, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{name}: example input {key!r} is {type(value).__name__}, expected a tensor. "
+                "Bind other arguments in the factory."
+            )
+        if parameters[key].kind in {
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.POSITIONAL_ONLY,
+        }:
+            raise UsageError(
+                f"{name}: forward() takes {key!r} as *args, **kwargs or positional-only, so the "
+                "input has no name. Wrap the module."
+            )
+    missing = [
+        key
+        for key, parameter in parameters.items()
+        if key not in inputs
+        and parameter.default is inspect.Parameter.empty
+        and parameter.kind not in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    ]
+    if missing or not inputs:
+        raise UsageError(
+            f"{name}: example inputs lack {missing[0] if missing else 'everything'!r}. "
+            f"{_CONVENTION}"
+        )
+    return inputs
+
+
+def _dynamic_axes(
+    source: ModuleSource, inputs: Mapping[str, torch.Tensor], name: str
+) -> dict[str, dict[int, str]]:
+    if source.dynamic_axes is None:
+        return {key: _default_axes(value) for key, value in inputs.items()}
+    axes: dict[str, dict[int, str]] = {}
+    for key, wanted in source.dynamic_axes.items():
+        if key not in inputs:
+            raise UsageError(f"{name}: dynamic_axes names {key!r}, which is no example input.")
+        for axis, dim in wanted.items():
+            if not isinstance(axis, int) or not 0 <= axis < inputs[key].dim():
+                raise UsageError(
+                    f"{name}: dynamic_axes[{key!r}] names axis {axis!r} of a tensor of rank "
+                    f"{inputs[key].dim()}."
+                )
+            if not isinstance(dim, str) or not dim.isidentifier():
+                raise UsageError(
+                    f"{name}: dynamic_axes[{key!r}][{axis}] must be a name like 'length', "
+                    f"got {dim!r}."
+                )
+        axes[key] = dict(wanted)
+    return axes
+
+
+def _default_axes(tensor: torch.Tensor) -> dict[int, str]:
+    axes = {}
+    if tensor.dim() >= 1:
+        axes[0] = "batch"
+    if tensor.dim() >= 2 and (not tensor.is_floating_point() or tensor.dim() <= 3):
+        axes[1] = "length"
+    return axes

@@ -1,0 +1,48 @@
+"""The entry of the converter: any source -> ``TracedModel``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from subquad.converter.traced import TracedModel
+from subquad.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from subquad.converter.module import ModuleSource
+
+
+def trace(source: str | Path | torch.nn.Module | ModuleSource) -> TracedModel:
+    """Read or trace ``source``.
+
+    Args:
+        source: a Hugging Face folder, an ``.onnx`` file, ``"package.module:factory"``, an
+            ``nn.Module`` or a ``ModuleSource``.
+
+    Raises:
+        UsageError: no such source, or example inputs are missing.
+        UnsupportedModelError: it cannot be read or traced; the message says why.
+    """
+    if not isinstance(source, (str, Path)):
+        from subquad.converter.module import trace_module
+
+        return trace_module(source)
+    path = Path(source)
+    if path.is_dir():
+        from subquad.converter.huggingface import trace_huggingface
+
+        return trace_huggingface(path)
+    if path.suffix.lower() == ".onnx" or path.is_file():
+        from subquad.converter.onnx_source import trace_onnx
+
+        return trace_onnx(path)
+    if isinstance(source, str) and ":" in source:
+        from subquad.converter.module import trace_factory
+
+        return trace_factory(source)
+    raise UsageError(
+        f"{source} does not exist. Expected a Hugging Face folder, an .onnx file, or "
+        "'package.module:factory'."
+    )
