@@ -1,0 +1,703 @@
+"""Compare ``model.onnx`` with ``reference.onnx``: outputs, every attention, and what it may see.
+
+The outputs are those of the model as it ships. The values of the attentions are read in a
+second pass, from both graphs with these values as further outputs. Inputs run one length at a
+time and results are reduced to sums at once, so the longest run decides the peak memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subquad.runtime import onnx_wire
+from subquad.runtime.artifact import check_files, load, open_manifest, read_model
+from subquad.runtime.budget import EXACT_LIMIT, Budget
+from subquad.runtime.errors import (
+    BudgetError,
+    IntegrityError,
+    SubquadError,
+    UnsupportedModelError,
+    UsageError,
+)
+from subquad.runtime.machine import peak_rss_bytes
+from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME, Manifest, SiteRecord
+from subquad.runtime.metamorphic import (
+    Change,
+    MetamorphicResult,
+    Violation,
+    changes,
+    first_change,
+    is_leak,
+    length_axis,
+    real_tokens,
+    select,
+)
+from subquad.runtime.metrics import Difference, LogitsDifference, relative_change
+from subquad.runtime.samples import (
+    PADDINGS,
+    Batch,
+    Case,
+    Layout,
+    Samples,
+    is_causal_model,
+    open_samples,
+)
+from subquad.runtime.session import open_session, run_session
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float | None], None]
+Verdict = Literal["pass", "fail", "measured"]
+Values = Mapping[str, NDArray[Any]]
+
+# Site values held at a time, of both models together.
+_SITE_BYTES = 512 << 20
+# Three or more runs per change: long sequences would take most of the time and show no more.
+_METAMORPHIC_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One point of the lattice.
+
+    Attributes:
+        length, padding, rows: what ran.
+        outputs: output name -> ``Difference.to_json``.
+        logits: ``LogitsDifference.to_json`` where the model has logits.
+    """
+
+    length: int
+    padding: str
+    rows: int
+    outputs: dict[str, dict[str, Any]]
+    logits: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class SiteResult:
+    """One attention, over all cases.
+
+    Attributes:
+        name, index, method: as in the manifest.
+        relative_l2: worst case; ``None`` if it could not be read.
+        length, padding: the worst case.
+        note: why it could not be compared.
+    """
+
+    name: str
+    index: int
+    method: str
+    relative_l2: float | None
+    length: int | None = None
+    padding: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """Everything that was compared.
+
+    Attributes:
+        verdict: ``pass``, ``fail``, or ``measured`` (approximate, and no budget to hold it to).
+        reasons: why it failed, or what else a reader must know first.
+        exact: whether all attentions are exact, so that the outputs must agree.
+        synthetic: whether inputs were made up.
+        data: one sentence about the inputs.
+        budget: limits asked for.
+        measured: the figures that budgets refer to.
+        cases, sites, skipped: details; ``skipped`` has what could not run, with the reason.
+        first_diverging: first site in graph order above ``site_tolerance``.
+        metamorphic: ``None`` if it was switched off.
+        notes: further remarks.
+    """
+
+    artifact: str
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    exact: bool
+    synthetic: bool
+    data: str
+    budget: dict[str, float]
+    measured: dict[str, float | None]
+    cases: tuple[CaseResult, ...]
+    sites: tuple[SiteResult, ...]
+    site_tolerance: float
+    first_diverging: SiteResult | None
+    metamorphic: MetamorphicResult | None
+    skipped: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+    execution: dict[str, Any]
+    seed: int
+    seconds: float
+    peak_rss_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def validate(
+    path: str | Path,
+    *,
+    data: Path | None = None,
+    lengths: Sequence[int] | None = None,
+    paddings: Sequence[str] = PADDINGS,
+    rows: int | None = None,
+    seed: int = 0,
+    budget: Budget | None = None,
+    site_tolerance: float = EXACT_LIMIT,
+    provider: str = "cpu",
+    threads: int | None = None,
+    metamorphic: bool = True,
+    sites: bool = True,
+    progress: Progress | None = None,
+) -> ValidationResult:
+    """Compare an artifact with its reference.
+
+    Args:
+        path: artifact directory.
+        data: ``.npz`` with one array per input, ``.jsonl`` with ``{"text": ...}`` lines, or any
+            other text file; ``None`` = made-up inputs.
+        lengths: sequence lengths; by default a few up to the longest the model accepts.
+        paddings: of ``PADDINGS``.
+        rows: rows per length and padding.
+        seed: of everything random.
+        budget: limits; without one, exact artifacts must agree to ``EXACT_LIMIT`` and others are
+            measured only.
+        site_tolerance: relative L2 error above which an attention counts as diverging.
+        provider, threads: for the model. The reference always runs on the CPU.
+        metamorphic: whether to test that hidden tokens do not matter.
+        sites: whether to compare every attention.
+        progress: called with a message and the share done.
+
+    Raises:
+        UsageError: bad arguments or data.
+        IntegrityError, TargetUnavailableError: as ``load``.
+        UnsupportedModelError: nothing could be compared.
+    """
+    _check_arguments(lengths, paddings, rows)
+    started = time.monotonic()
+    folder, manifest = open_manifest(path)
+    check_files(folder, manifest)
+    if REFERENCE_NAME not in manifest.files:
+        raise IntegrityError(f"{folder} has no {REFERENCE_NAME} to compare with. Convert again.")
+    _check_budget(budget, manifest)
+    samples = open_samples(manifest, folder, data=data, seed=seed, rows=rows)
+    run = _Validation(
+        folder=folder,
+        manifest=manifest,
+        samples=samples,
+        provider=provider,
+        threads=threads,
+        seed=seed,
+        report=progress or (lambda message, share: None),
+    )
+    run.plan(lengths or samples.default_lengths(), paddings)
+    execution = run.compare_outputs(metamorphic)
+    if not run.results:
+        why = "; ".join(f"length {item['length']}: {item['reason']}" for item in run.skipped)
+        if run.failures:
+            raise BudgetError(f"{folder}: {run.failures[0]}")
+        raise UnsupportedModelError(f"{folder}: no length could be compared. {why}")
+    site_results = run.compare_sites(site_tolerance) if sites else ()
+    exact = all(record.method == "dense" for record in manifest.sites)
+    measured = run.measured()
+    diverging = [s for s in site_results if (s.relative_l2 or 0.0) > site_tolerance]
+    reasons = list(run.failures)
+    reasons += _unexpected_divergence(site_results, diverging)
+    if budget is not None:
+        reasons += budget.violations(measured)
+    elif exact:
+        reasons += _exact_violations(measured)
+    verdict: Verdict = "pass" if exact or budget is not None else "measured"
+    if not exact and budget is None:
+        run.notes.append("approximate attention and no budget: measured only; see --budget")
+    return ValidationResult(
+        artifact=str(path),
+        verdict="fail" if reasons else verdict,
+        reasons=tuple(dict.fromkeys(reasons)),
+        exact=exact,
+        synthetic=samples.kind == "synthetic",
+        data=samples.description,
+        budget=dict(budget.limits) if budget else {},
+        measured=measured,
+        cases=tuple(run.results),
+        sites=site_results,
+        site_tolerance=site_tolerance,
+        first_diverging=diverging[0] if diverging else None,
+        metamorphic=run.metamorphic if metamorphic else None,
+        skipped=tuple(run.skipped),
+        notes=tuple(run.notes),
+        execution=execution,
+        seed=seed,
+        seconds=time.monotonic() - started,
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def _check_arguments(
+    lengths: Sequence[int] | None, paddings: Sequence[str], rows: int | None
+) -> None:
+    for length in lengths or ():
+        if length < 1:
+            raise UsageError(f"Lengths must be at least 1, got {length}.")
+    for padding in paddings:
+        if padding not in PADDINGS:
+            raise UsageError(f"Unknown padding {padding!r}; use {', '.join(PADDINGS)}.")
+    if not paddings:
+        raise UsageError(f"No paddings given; use {', '.join(PADDINGS)}.")
+    if rows is not None and rows < 1:
+        raise UsageError(f"Rows must be at least 1, got {rows}.")
+
+
+def _check_budget(budget: Budget | None, manifest: Manifest) -> None:
+    """Refuse limits on what this model cannot have before anything runs."""
+    limits = budget.limits if budget else {}
+    logits = any(spec.is_logits for spec in manifest.outputs)
+    for name in ("kl", "top1", "ppl"):
+        if name in limits and not logits:
+            raise UsageError(f"Budget {name}: the model has no logits; use cosine or rel.")
+    if "ppl" in limits and not is_causal_model(manifest):
+        raise UsageError("Budget ppl: the model is no causal language model; use kl or top1.")
+
+
+def _exact_violations(measured: Mapping[str, float | None]) -> list[str]:
+    value = measured["rel"]
+    if value is None or value <= EXACT_LIMIT:
+        return []
+    return [
+        f"every attention is exact, so outputs may differ by fp32 rounding only (relative L2 up "
+        f"to {EXACT_LIMIT:g}), but differ by {value:.3g}"
+    ]
+
+
+def _unexpected_divergence(
+    sites: Sequence[SiteResult], diverging: Sequence[SiteResult]
+) -> list[str]:
+    """An exact site that diverges although nothing before it is approximate."""
+    for site in sorted(sites, key=lambda item: item.index):
+        if site.method != "dense":
+            return []
+        if site in diverging:
+            return [
+                f"site {site.name} is exact and follows exact sites only, but differs from the "
+                f"reference by {site.relative_l2:.3g} (length {site.length}, padding "
+                f"{site.padding})"
+            ]
+    return []
+
+
+@dataclass
+class _Validation:
+    """State of one validation; the methods are its phases, in order."""
+
+    folder: Path
+    manifest: Manifest
+    samples: Samples
+    provider: str
+    threads: int | None
+    seed: int
+    report: Progress
+
+    def __post_init__(self) -> None:
+        self.layout = Layout.of(self.manifest)
+        self.causal = is_causal_model(self.manifest)
+        self.results: list[CaseResult] = []
+        self.skipped: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        self.notes: list[str] = []
+        self.metamorphic = MetamorphicResult()
+        self._cases: list[Case] = []
+        self._logits: dict[int, LogitsDifference] = {}
+        self._leak: tuple[Batch, Change, int] | None = None
+        self._kept: dict[str, tuple[tuple[str, ...], Any]] = {}
+
+    def plan(self, lengths: Sequence[int], paddings: Sequence[str]) -> None:
+        """Decide what runs."""
+        limit = self.manifest.max_length
+        for case in self.samples.cases(lengths, paddings):
+            if isinstance(case, tuple):
+                self._skip(*case)
+            elif limit is not None and case.length > limit and case.padding != "given":
+                self._skip(case.length, f"the model accepts at most {limit} tokens")
+            else:
+                self._cases.append(case)
+
+    def compare_outputs(self, metamorphic: bool) -> dict[str, Any]:
+        """Compare outputs case by case; test the relations on the first batch of each."""
+        artifact = load(self.folder, provider=self.provider, threads=self.threads, verify=False)
+        reference = open_session(
+            self.folder / REFERENCE_NAME, folder=self.folder, threads=self.threads
+        )
+        names = [spec.name for spec in self.manifest.outputs]
+
+        def run_model(feeds: Values) -> Values:
+            return artifact.run(feeds)
+
+        def run_reference(feeds: Values) -> Values:
+            return dict(zip(names, run_session(reference, feeds, names), strict=True))
+
+        unusable: set[int] = set()
+        usable = []
+        for number, case in enumerate(self._cases):
+            share = number / len(self._cases)
+            self.report(f"outputs: length {case.length}, padding {case.padding}", share)
+            if case.length in unusable:
+                continue
+            differences = {name: Difference() for name in names}
+            logits = LogitsDifference()
+            failed = False
+            for index, batch in enumerate(self.samples.batches(case)):
+                try:
+                    want = run_reference(batch.feeds)
+                except SubquadError as error:
+                    self._skip(case.length, f"the reference cannot run it: {error}")
+                    unusable.add(case.length)
+                    failed = True
+                    break
+                try:
+                    got = run_model(batch.feeds)
+                except SubquadError as error:
+                    self.failures.append(
+                        f"the reference runs length {case.length} (padding {case.padding}), the "
+                        f"model does not: {error}"
+                    )
+                    failed = True
+                    break
+                self._compare(batch, want, got, differences, logits)
+                if metamorphic and index == 0 and case.length <= _METAMORPHIC_LENGTH:
+                    self._relations(batch, want, got, run_reference, run_model)
+            if failed:
+                continue
+            usable.append(case)
+            self._record(case, differences, logits)
+        self._cases = usable
+        if metamorphic:
+            self._explain_untested()
+        return dataclasses.asdict(artifact.execution)
+
+    def compare_sites(self, tolerance: float) -> tuple[SiteResult, ...]:
+        """Compare the value of every attention; find where a leak starts."""
+        records, results = self._readable_sites()
+        if not records:
+            return tuple(results)
+        worst: dict[str, tuple[float, Case]] = {}
+        notes: dict[str, str] = {}
+        try:
+            if self._leak is not None:
+                self._localise(records)
+            for case in self._cases:
+                for group in self._groups(records, case):
+                    self._compare_group(group, case, worst, notes)
+        except SubquadError as error:
+            self.notes.append(f"attentions could not be compared: {error}")
+        for record in records:
+            name = record.site["name"]
+            error_value, case_of = worst.get(name, (None, None))
+            results.append(
+                SiteResult(
+                    name=name,
+                    index=record.site["index"],
+                    method=record.method,
+                    relative_l2=error_value,
+                    length=case_of.length if case_of else None,
+                    padding=case_of.padding if case_of else "",
+                    note=notes.get(name, "" if case_of else "not compared"),
+                )
+            )
+        return tuple(sorted(results, key=lambda item: item.index))
+
+    def measured(self) -> dict[str, float | None]:
+        """The figures of ``budget.METRICS``; ``None`` where the model has no such thing."""
+        outputs = [output for case in self.results for output in case.outputs.values()]
+        compared = [output for output in outputs if output["vectors"]]
+        logits = [item for item in self._logits.values() if item.positions]
+        # One length has too few tokens for a perplexity, but not all of them together.
+        ratios = [item.perplexity_ratio for item in logits]
+        return {
+            "rel": _worst(max, [output["relative_l2"] for output in compared]),
+            "cosine": _worst(min, [output["cosine_mean"] for output in compared]),
+            "kl": _worst(max, [item.kl_mean for item in logits]),
+            "top1": _worst(min, [item.top1 for item in logits]),
+            "ppl": _worst(max, [ratio - 1.0 for ratio in ratios if ratio is not None]),
+        }
+
+    def _skip(self, length: int, reason: str) -> None:
+        item = {"length": length, "reason": reason}
+        if item not in self.skipped:
+            self.skipped.append(item)
+
+    def _compare(
+        self,
+        batch: Batch,
+        want: Values,
+        got: Values,
+        differences: Mapping[str, Difference],
+        logits: LogitsDifference,
+    ) -> None:
+        real = real_tokens(self.layout, batch.feeds)
+        for spec in self.manifest.outputs:
+            reference, model = want[spec.name], got[spec.name]
+            if reference.shape != model.shape:
+                raise IntegrityError(
+                    f"Output {spec.name!r} has shape {list(model.shape)}, but the reference "
+                    f"gives {list(reference.shape)}. Convert again."
+                )
+            found = length_axis(spec.shape, reference, real)
+            if found is None:
+                pair = [_vectors(reference), _vectors(model)]
+                labels = np.full(len(pair[0]), -1, np.int64)
+            else:
+                axis, mask = found
+                pair = [select(values, axis, mask) for values in (reference, model)]
+                labels = self._labels(batch, mask) if axis == 1 else np.full(len(pair[0]), -1)
+            differences[spec.name].add(pair[0], pair[1])
+            if spec.is_logits:
+                logits.add(pair[0], pair[1], labels)
+
+    def _labels(self, batch: Batch, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The token after each real token, where that is real as well; else -1."""
+        labels = np.full(mask.shape, -1, np.int64)
+        if self.causal:
+            for spec in self.manifest.inputs:
+                ids = batch.feeds[spec.name]
+                if spec.role == "token_ids" and ids.shape == mask.shape:
+                    labels[:, :-1] = np.where(mask[:, 1:], ids[:, 1:], -1)
+                    break
+        return np.asarray(labels[mask])
+
+    def _record(
+        self, case: Case, differences: Mapping[str, Difference], logits: LogitsDifference
+    ) -> None:
+        for name, difference in differences.items():
+            where = f"output {name}, length {case.length}, padding {case.padding}"
+            if difference.non_finite:
+                self.failures.append(
+                    f"{where}: {difference.non_finite} values are NaN or infinite, but finite in "
+                    "the reference"
+                )
+            if difference.reference_non_finite:
+                self.notes.append(f"{where}: the reference itself has NaN or infinite values")
+        self.results.append(
+            CaseResult(
+                length=case.length,
+                padding=case.padding,
+                rows=case.rows,
+                outputs={name: item.to_json() for name, item in differences.items()},
+                logits=logits.to_json() if logits.positions else None,
+            )
+        )
+        self._logits.setdefault(case.length, LogitsDifference()).merge(logits)
+
+    def _relations(
+        self,
+        batch: Batch,
+        want: Values,
+        got: Values,
+        run_reference: Callable[[Values], Values],
+        run_model: Callable[[Values], Values],
+    ) -> None:
+        result = self.metamorphic
+        for change in changes(
+            self.manifest, self.layout, batch, causal=self.causal, seed=self.seed
+        ):
+            result.checks[change.relation] = result.checks.get(change.relation, 0) + 1
+            moved = first_change(self.manifest, self.layout, change, got, run_model(change.feeds))
+            if moved is None:
+                continue
+            output, amount = moved
+            expected = first_change(
+                self.manifest, self.layout, change, want, run_reference(change.feeds)
+            )
+            if expected is not None and not is_leak(amount, expected[1]):
+                count = result.source_reacts.get(change.relation, 0)
+                result.source_reacts[change.relation] = count + 1
+                continue
+            if self._leak is None:
+                self._leak = (batch, change, len(result.violations))
+            violation = Violation(
+                change.relation, batch.length, batch.padding, change.cut, output, amount
+            )
+            result.violations.append(violation)
+            self.failures.append(_leak_sentence(violation))
+
+    def _explain_untested(self) -> None:
+        missing = {
+            "padding": "no case has padding (no padding mask input, or no padded inputs)",
+            "future": "not every self-attention is causal"
+            if not self.causal
+            else "no case is longer than 1 token",
+            "batch": "no case has more than one row",
+        }
+        for relation, reason in missing.items():
+            if relation not in self.metamorphic.checks:
+                self.metamorphic.not_applicable[relation] = reason
+
+    def _readable_sites(self) -> tuple[list[SiteRecord], list[SiteResult]]:
+        """Sites whose values exist in both graphs, and results for the others."""
+        have_model = _values_of(self.folder, MODEL_NAME)
+        have_reference = _values_of(self.folder, REFERENCE_NAME)
+        readable, results = [], []
+        for record in sorted(self.manifest.sites, key=lambda item: item.site["index"]):
+            site = record.site
+            note = ""
+            if site["output"] not in have_model:
+                note = f"{MODEL_NAME} has no value {site['output']!r}"
+            elif site["source_output"] not in have_reference:
+                note = f"{REFERENCE_NAME} has no value {site['source_output']!r}"
+            if note:
+                results.append(
+                    SiteResult(site["name"], site["index"], record.method, None, note=note)
+                )
+            else:
+                readable.append(record)
+        return readable, results
+
+    def _groups(self, records: Sequence[SiteRecord], case: Case) -> Iterator[list[SiteRecord]]:
+        """Sites in graph order, so many at a time that their values fit ``_SITE_BYTES``."""
+        rows = max(count for _, count in case.parts)
+        group: list[SiteRecord] = []
+        held = 0
+        for record in records:
+            heads, size = record.site.get("num_heads", 1), record.site.get("value_dim", 1)
+            # float32, in both models
+            needed = 8 * rows * heads * size * max(1, case.length)
+            if group and held + needed > _SITE_BYTES:
+                yield group
+                group, held = [], 0
+            group.append(record)
+            held += needed
+        yield group
+
+    def _compare_group(
+        self,
+        group: Sequence[SiteRecord],
+        case: Case,
+        worst: dict[str, tuple[float, Case]],
+        notes: dict[str, str],
+    ) -> None:
+        self.report(f"attentions: length {case.length}, padding {case.padding}", None)
+        model_names = [record.site["output"] for record in group]
+        reference_names = [record.site["source_output"] for record in group]
+        differences = {record.site["name"]: Difference() for record in group}
+        for batch in self.samples.batches(case):
+            real = real_tokens(self.layout, batch.feeds)
+            want = self._read_values(REFERENCE_NAME, reference_names, batch.feeds)
+            got = self._read_values(MODEL_NAME, model_names, batch.feeds)
+            for record, model_name, reference_name in zip(
+                group, model_names, reference_names, strict=True
+            ):
+                name = record.site["name"]
+                model = got[model_name]
+                reference = _as_heads(want[reference_name], model)
+                if reference is None:
+                    notes[name] = (
+                        f"shapes differ: {list(model.shape)} in the model, "
+                        f"{list(want[reference_name].shape)} in the reference"
+                    )
+                    continue
+                pair = [_site_vectors(values, real) for values in (reference, model)]
+                differences[name].add(pair[0], pair[1])
+        for name, difference in differences.items():
+            if difference.vectors and difference.relative_l2 >= worst.get(name, (-1.0, case))[0]:
+                worst[name] = (difference.relative_l2, case)
+
+    def _read_values(self, file: str, names: Sequence[str], feeds: Values) -> Values:
+        session = self._tapped(file, tuple(dict.fromkeys(names)))
+        unique = list(dict.fromkeys(names))
+        return dict(zip(unique, run_session(session, feeds, unique), strict=True))
+
+    def _tapped(self, file: str, names: tuple[str, ...]) -> Any:
+        """A session of ``file`` that also returns ``names``; the last one of each file is kept."""
+        if file in self._kept and self._kept[file][0] == names:
+            return self._kept[file][1]
+        self._kept.pop(file, None)
+        outputs = {spec.name for spec in self.manifest.outputs}
+        extended = onnx_wire.add_outputs(
+            read_model(self.folder, file), [name for name in names if name not in outputs]
+        )
+        session = open_session(
+            extended,
+            folder=self.folder,
+            provider=self.provider if file == MODEL_NAME else "cpu",
+            threads=self.threads,
+        )
+        self._kept[file] = (names, session)
+        return session
+
+    def _localise(self, records: Sequence[SiteRecord]) -> None:
+        """Name the first site that reacts to the first leak that was found."""
+        assert self._leak is not None
+        batch, change, number = self._leak
+        names = [record.site["output"] for record in records]
+        before = self._read_values(MODEL_NAME, names, batch.feeds)
+        after = self._read_values(MODEL_NAME, names, change.feeds)
+        for record in records:
+            name = record.site["output"]
+            values = [_site_vectors(item[name], change.keep) for item in (before, after)]
+            if relative_change(values[0], values[1]) > 0.0:
+                violation = dataclasses.replace(
+                    self.metamorphic.violations[number], site=record.site["name"]
+                )
+                self.metamorphic.violations[number] = violation
+                self.failures.append(f"the first attention that leaks is {violation.site}")
+                return
+
+
+def _worst(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return choose(values) if values else None
+
+
+def _leak_sentence(violation: Violation) -> str:
+    what = {
+        "padding": "tokens under padding",
+        "future": f"tokens from slot {violation.cut} on",
+        "batch": "other rows of the batch",
+    }[violation.relation]
+    return (
+        f"{what} change output {violation.output} where it may not see them (length "
+        f"{violation.length}, padding {violation.padding}, relative change {violation.change:.3g})"
+    )
+
+
+def _values_of(folder: Path, file: str) -> frozenset[str]:
+    try:
+        return onnx_wire.value_names(read_model(folder, file))
+    except ValueError as error:
+        raise IntegrityError(f"{folder / file} is not an ONNX file: {error}.") from error
+
+
+def _vectors(values: NDArray[Any]) -> NDArray[Any]:
+    return values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
+
+
+def _as_heads(reference: NDArray[Any], model: NDArray[Any]) -> NDArray[Any] | None:
+    """``reference`` in the layout ``[batch, heads, length, size]`` of ``model``."""
+    if reference.shape == model.shape:
+        return reference
+    if model.ndim == 4 and reference.ndim == 3:
+        batch, heads, length, size = model.shape
+        if reference.shape == (batch, length, heads * size):
+            return reference.reshape(batch, length, heads, size).transpose(0, 2, 1, 3)
+    return None
+
+
+def _site_vectors(values: NDArray[Any], real: Mapping[str, NDArray[np.bool_]]) -> NDArray[Any]:
+    """Rows of a site output ``[batch, heads, length, size]`` that belong to real tokens."""
+    if values.ndim == 4:
+        batch, heads, _, size = values.shape
+        found = length_axis((batch, heads, "length", size), values, real)
+        if found is not None:
+            return select(values, *found)
+    return _vectors(values)
