@@ -1,0 +1,312 @@
+"""From a source to an artifact: the stages in order.
+
+| stage | in -> out |
+|---|---|
+| trace | source -> ``TracedModel`` (opset 24, dynamic batch and length) |
+| raise | attention subgraphs -> ``ai.subquad`` nodes with proved sites |
+| plan | sites + requests -> one assignment per site |
+| replace | raised nodes -> the operators their methods lower to |
+| emit | models, weights, companions, manifest -> a temporary directory |
+| check | the written artifact runs, in a child process |
+| publish | the directory is renamed into place |
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir.passes.common as common_passes
+
+from subquad import __version__
+from subquad.converter.atomic import atomic_directory
+from subquad.converter.check import check_artifact
+from subquad.converter.emit import copy_files, write_models
+from subquad.converter.source import trace
+from subquad.converter.traced import TracedModel
+from subquad.passes.plan import Assignment, Request, make_plan
+from subquad.passes.raise_attention import RaisedSites, raise_attention
+from subquad.passes.replace import replace_sites
+from subquad.runtime.errors import (
+    Rejection,
+    ReplacementError,
+    UnsupportedModelError,
+    UsageError,
+)
+from subquad.runtime.machine import peak_rss_bytes
+from subquad.runtime.manifest import (
+    MANIFEST_NAME,
+    MODEL_NAME,
+    REFERENCE_NAME,
+    Manifest,
+    SiteRecord,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from subquad.converter.module import ModuleSource
+
+    Source = str | Path | torch.nn.Module | ModuleSource
+
+Progress = Callable[[str, float | None], None]
+
+REPORT_NAME = "report.json"
+_PACKAGES = ("onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "torch", "transformers")
+
+
+@dataclass
+class _Clock:
+    """Seconds per stage, with progress for the user."""
+
+    progress: Progress | None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        if self.progress is not None:
+            self.progress(name, None)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class InspectionReport:
+    """What a source contains; nothing was written."""
+
+    source: dict[str, Any]
+    sites: tuple[dict[str, Any], ...]
+    rejections: tuple[dict[str, str], ...]
+    seconds: dict[str, float]
+    peak_rss_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "sites": list(self.sites),
+            "rejections": list(self.rejections),
+            "seconds": self.seconds,
+            "peak_rss_bytes": self.peak_rss_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class ConversionReport(InspectionReport):
+    """What a conversion did.
+
+    Attributes:
+        output: the artifact directory.
+        files: as in the manifest.
+        check: result of the smoke check in the child process.
+    """
+
+    output: str
+    files: dict[str, dict[str, Any]]
+    check: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {
+            "output": self.output,
+            "files": self.files,
+            "check": self.check,
+        }
+
+
+def inspect_source(source: Source, *, progress: Progress | None = None) -> InspectionReport:
+    """Trace ``source`` and report every attention, proved or declined, without writing.
+
+    Raises:
+        UsageError, UnsupportedModelError: as ``trace``.
+    """
+    clock = _Clock(progress)
+    traced, raised = _raised(source, clock)
+    return InspectionReport(
+        source=_source(traced),
+        sites=tuple(asdict(_site_record(a, "")) for a in make_plan(raised.sites, ())),
+        rejections=_rejections(raised.rejections),
+        seconds=clock.seconds,
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def convert(
+    source: Source,
+    output: Path,
+    *,
+    force: Sequence[str] = (),
+    sites: str | None = None,
+    overwrite: bool = False,
+    require_sites: str | None = None,
+    allow_declined: bool = False,
+    seed: int = 0,
+    strict_causal: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert ``source`` into the artifact directory ``output``.
+
+    Args:
+        source: a Hugging Face folder, an ``.onnx`` file, ``"package.module:factory"``, an
+            ``nn.Module`` or a ``ModuleSource``.
+        output: created; must be empty or absent unless ``overwrite``.
+        force: ``METHOD[:params][@SITES]`` texts; later ones win. Sites not named stay exact.
+        sites: pattern for texts without ``@SITES``.
+        overwrite: replace an older artifact, at the very end.
+        require_sites: ``"all"`` or a number: fewer raised sites are an error.
+        allow_declined: a forced method that declines a site is reported, not an error.
+        seed: recorded in the manifest; drives every random choice.
+        strict_causal: exclude methods that are causal only at a granularity above one token.
+        progress: called with each stage's name.
+
+    Raises:
+        UsageError: bad argument, unknown method, pattern without match.
+        UnsupportedModelError: the source cannot be read, or holds no attention.
+        ReplacementError: a forced method was declined, or too few sites were raised.
+        OutputError: ``output`` cannot be written.
+    """
+    requests = [Request.parse(text, sites) for text in force]
+    for request in requests:
+        if strict_causal and request.method.causal_granularity != 1:
+            raise UsageError(
+                f"method {request.method.name!r} is causal only in blocks of "
+                f"{request.method.causal_granularity} tokens; drop --strict-causal to allow it"
+            )
+    if sites is not None and not requests:
+        raise UsageError("a site pattern needs a method to apply: give --force METHOD as well")
+    needed = _parse_required(require_sites)
+    clock = _Clock(progress)
+    with atomic_directory(output, overwrite=overwrite) as folder:
+        traced, raised = _raised(source, clock)
+        _require(raised, needed)
+        with clock.stage("plan"):
+            plan = make_plan(raised.sites, requests)
+            if not allow_declined:
+                _refuse_declined(plan)
+        with clock.stage("replace"):
+            variants = replace_sites(traced.model, plan)
+        records = tuple(
+            _site_record(assignment, f"{variant.op_type}:{variant.overload}")
+            for assignment, variant in zip(plan, variants, strict=True)
+        )
+        with clock.stage("emit"):
+            files = _write(traced, folder)
+            manifest = Manifest(
+                source=_source(traced),
+                versions=_versions(),
+                seed=seed,
+                inputs=traced.inputs,
+                outputs=traced.outputs,
+                sites=records,
+                rejections=_rejections(raised.rejections),
+                files=files,
+            )
+            manifest.dump(folder / MANIFEST_NAME)
+        with clock.stage("check"):
+            check = check_artifact(folder)
+        report = ConversionReport(
+            source=manifest.source,
+            sites=tuple(asdict(record) for record in records),
+            rejections=manifest.rejections,
+            seconds=clock.seconds,
+            peak_rss_bytes=peak_rss_bytes(),
+            output=str(output),
+            files=files,
+            check=check,
+        )
+        text = json.dumps(report.to_json(), indent=1, sort_keys=True)
+        (folder / REPORT_NAME).write_text(text + "\n", "utf-8")
+        if progress is not None:
+            progress("publish", None)
+    return report
+
+
+def _raised(source: Source, clock: _Clock) -> tuple[TracedModel, RaisedSites]:
+    with clock.stage("trace"):
+        traced = trace(source)
+    with clock.stage("raise"):
+        raised = raise_attention(traced.model)
+    return traced, raised
+
+
+def _parse_required(required: str | None) -> int | None:
+    """``None``: at least one; a number; -1 for ``all``."""
+    if required is None:
+        return None
+    if required == "all":
+        return -1
+    if not required.isdecimal():
+        raise UsageError(f"--require-sites must be a number or 'all', got {required!r}")
+    return int(required)
+
+
+def _require(raised: RaisedSites, needed: int | None) -> None:
+    reasons = "; ".join(f"{r.where}: {r.reason}" for r in raised.rejections[:3])
+    if needed == -1 and raised.rejections:
+        raise ReplacementError(
+            f"{len(raised.rejections)} attention-like subgraphs were declined: {reasons}. "
+            "`subquad inspect` lists them all."
+        )
+    if needed is not None and len(raised.sites) < needed:
+        raise ReplacementError(
+            f"{len(raised.sites)} attentions were raised, {needed} required. {reasons}"
+        )
+    if not raised.sites:
+        detail = f" Declined: {reasons}." if reasons else ""
+        raise UnsupportedModelError(
+            "No attention was found that could be proved, so there is nothing to convert."
+            f"{detail} `subquad inspect` shows every candidate."
+        )
+
+
+def _refuse_declined(plan: Sequence[Assignment]) -> None:
+    declined = [a.declined for a in plan if a.declined is not None]
+    if declined:
+        raise ReplacementError(
+            f"the forced method was declined at {len(declined)} of {len(plan)} sites; "
+            f"{declined[0].where}: {declined[0].reason}. "
+            "Select other sites with --sites, or pass --allow-declined to keep those exact."
+        )
+
+
+def _write(traced: TracedModel, folder: Path) -> dict[str, dict[str, Any]]:
+    """Models, weights and companions; returns the file records."""
+    models = {MODEL_NAME: traced.model, REFERENCE_NAME: traced.reference}
+    for model in models.values():
+        # Exporters record stack traces with the paths of the machine that traced.
+        common_passes.ClearMetadataAndDocStringPass()(model)
+        model.producer_name, model.producer_version = "subquad", __version__
+    return write_models(folder, models) | copy_files(folder, traced.companions)
+
+
+def _site_record(assignment: Assignment, operator: str) -> SiteRecord:
+    return SiteRecord(
+        site=assignment.site.to_json(),
+        method=assignment.method.name,
+        params=assignment.params.to_json(),
+        operator=operator,
+        reason="" if assignment.declined is None else assignment.declined.reason,
+    )
+
+
+def _rejections(rejections: Sequence[Rejection]) -> tuple[dict[str, str], ...]:
+    return tuple({"where": r.where, "reason": r.reason} for r in rejections)
+
+
+def _source(traced: TracedModel) -> dict[str, Any]:
+    return {"kind": traced.kind, "name": traced.source_name, "hash": traced.source_hash}
+
+
+def _versions() -> dict[str, str]:
+    found = {"subquad": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # an extra that is not installed: the manifest lists what is
+    return found
