@@ -175,7 +175,7 @@ def _class_that_matches(config: Any, checkpoint: Mapping[str, StoredTensor]) -> 
             "_MAPPING"
         ):
             continue
-        entry = getattr(modeling_auto, name).get(type(config))
+        entry = getattr(modeling_auto, name).get(type(config), None)
         for item in entry if isinstance(entry, (tuple, list)) else (entry,):
             if isinstance(item, type):
                 candidates[item] = None

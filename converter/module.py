@@ -14,7 +14,7 @@ from subquad.converter.signature import describe_signature
 from subquad.converter.source_hash import hash_model
 from subquad.converter.torch_export import export_module
 from subquad.converter.traced import TracedModel
-from subquad.runtime.errors import UnsupportedModelError, UsageError
+from subquad.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

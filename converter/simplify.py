@@ -23,6 +23,8 @@ from subquad.converter.weights import transposed
 FOLD_LIMIT = 8192
 """Largest tensor, in elements, that folding reads or creates."""
 
+_SMALL = 1024  # elements; equal constants below this become one, larger ones are not read
+
 _GENERATORS = frozenset({"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile"})
 
 
@@ -40,6 +42,7 @@ def simplify(model: ir.Model) -> None:
         common.RemoveUnusedNodesPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.LiftSubgraphInitializersToMainGraphPass(),
+        common.DeduplicateInitializersPass(size_limit=_SMALL),
         common.CommonSubexpressionEliminationPass(),
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedOpsetsPass(),
