@@ -106,6 +106,7 @@ def load(
     provider: str = "cpu",
     threads: int | None = None,
     verify: bool = True,
+    config: Mapping[str, str] | None = None,
 ) -> Artifact:
     """Open the artifact directory ``path``.
 
@@ -116,6 +117,7 @@ def load(
         threads: for one operator; ``None`` leaves the choice to ONNX Runtime.
         verify: compare size and SHA-256 of every file with the manifest. Names and sizes are
             checked in any case.
+        config: further ONNX Runtime session configuration entries.
 
     Raises:
         UsageError: no such directory, unknown provider.
@@ -124,7 +126,9 @@ def load(
     """
     folder, manifest = open_manifest(path)
     check_files(folder, manifest, hashes=verify)
-    session = open_session(folder / MODEL_NAME, folder=folder, provider=provider, threads=threads)
+    session = open_session(
+        folder / MODEL_NAME, folder=folder, provider=provider, threads=threads, config=config
+    )
     _check_signature(manifest, session)
     return Artifact(folder, manifest, session, _execution(manifest, session, provider, threads))
 

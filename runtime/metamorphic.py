@@ -113,14 +113,11 @@ def changes(
         yield Change("batch", _replace(manifest, batch.feeds, others, rng), keep)
 
 
-def first_change(
-    manifest: Manifest,
-    layout: Layout,
-    change: Change,
-    before: Values,
-    after: Values,
-) -> tuple[str, float] | None:
-    """First output that differs where it must not, and by how much."""
+def output_changes(
+    manifest: Manifest, change: Change, before: Values, after: Values
+) -> dict[str, float]:
+    """How much each output moved where it must not; outputs that did not are left out."""
+    moved = {}
     for spec in manifest.outputs:
         found = length_axis(spec.shape, before[spec.name], change.keep)
         if found is not None:
@@ -134,8 +131,8 @@ def first_change(
             continue
         amount = relative_change(pair[0], pair[1])
         if amount > 0.0:
-            return spec.name, amount
-    return None
+            moved[spec.name] = amount
+    return moved
 
 
 def is_leak(model_change: float, reference_change: float) -> bool:

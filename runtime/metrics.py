@@ -68,7 +68,9 @@ class Difference:
 
     @property
     def cosine(self) -> float:
-        """Mean over vectors."""
+        """Mean over vectors; NaN when the model is not finite."""
+        if self.non_finite:
+            return math.nan
         return self.cosine_sum / self.vectors if self.vectors else math.nan
 
     def to_json(self) -> dict[str, Any]:

@@ -30,6 +30,9 @@ PROVIDERS: Mapping[str, str] = {
 
 CPU = PROVIDERS["cpu"]
 
+QUIET_THREADS: Mapping[str, str] = {"session.intra_op.allow_spinning": "0"}
+"""Idle threads sleep: two sessions that take turns do not spin against each other."""
+
 
 def onnxruntime() -> types.ModuleType:
     """The ``onnxruntime`` module.

@@ -36,9 +36,9 @@ from subquad.runtime.metamorphic import (
     MetamorphicResult,
     Violation,
     changes,
-    first_change,
     is_leak,
     length_axis,
+    output_changes,
     real_tokens,
     select,
 )
@@ -52,7 +52,7 @@ from subquad.runtime.samples import (
     is_causal_model,
     open_samples,
 )
-from subquad.runtime.session import open_session, run_session
+from subquad.runtime.session import QUIET_THREADS, open_session, run_session
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def validate(
     exact = all(record.method == "dense" for record in manifest.sites)
     measured = run.measured()
     diverging = [s for s in site_results if (s.relative_l2 or 0.0) > site_tolerance]
-    reasons = list(run.failures)
+    reasons = [*run.failures, *_leak_sentences(run.metamorphic.violations)]
     reasons += _unexpected_divergence(site_results, diverging)
     if budget is not None:
         reasons += budget.violations(measured)
@@ -318,7 +318,7 @@ class _Validation:
         self.metamorphic = MetamorphicResult()
         self._cases: list[Case] = []
         self._logits: dict[int, LogitsDifference] = {}
-        self._leak: tuple[Batch, Change, int] | None = None
+        self._leak: tuple[Batch, Change] | None = None
         self._kept: dict[str, tuple[tuple[str, ...], Any]] = {}
 
     def plan(self, lengths: Sequence[int], paddings: Sequence[str]) -> None:
@@ -334,9 +334,18 @@ class _Validation:
 
     def compare_outputs(self, metamorphic: bool) -> dict[str, Any]:
         """Compare outputs case by case; test the relations on the first batch of each."""
-        artifact = load(self.folder, provider=self.provider, threads=self.threads, verify=False)
+        artifact = load(
+            self.folder,
+            provider=self.provider,
+            threads=self.threads,
+            verify=False,
+            config=QUIET_THREADS,
+        )
         reference = open_session(
-            self.folder / REFERENCE_NAME, folder=self.folder, threads=self.threads
+            self.folder / REFERENCE_NAME,
+            folder=self.folder,
+            threads=self.threads,
+            config=QUIET_THREADS,
         )
         names = [spec.name for spec in self.manifest.outputs]
 
@@ -511,24 +520,25 @@ class _Validation:
             self.manifest, self.layout, batch, causal=self.causal, seed=self.seed
         ):
             result.checks[change.relation] = result.checks.get(change.relation, 0) + 1
-            moved = first_change(self.manifest, self.layout, change, got, run_model(change.feeds))
-            if moved is None:
+            moved = output_changes(self.manifest, change, got, run_model(change.feeds))
+            if not moved:
                 continue
-            output, amount = moved
-            expected = first_change(
-                self.manifest, self.layout, change, want, run_reference(change.feeds)
-            )
-            if expected is not None and not is_leak(amount, expected[1]):
+            expected = output_changes(self.manifest, change, want, run_reference(change.feeds))
+            leaks = {
+                name: amount
+                for name, amount in moved.items()
+                if is_leak(amount, expected.get(name, 0.0))
+            }
+            if not leaks:
                 count = result.source_reacts.get(change.relation, 0)
                 result.source_reacts[change.relation] = count + 1
                 continue
             if self._leak is None:
-                self._leak = (batch, change, len(result.violations))
-            violation = Violation(
-                change.relation, batch.length, batch.padding, change.cut, output, amount
+                self._leak = (batch, change)
+            output, amount = next(iter(leaks.items()))
+            result.violations.append(
+                Violation(change.relation, batch.length, batch.padding, change.cut, output, amount)
             )
-            result.violations.append(violation)
-            self.failures.append(_leak_sentence(violation))
 
     def _explain_untested(self) -> None:
         missing = {
@@ -630,6 +640,7 @@ class _Validation:
             folder=self.folder,
             provider=self.provider if file == MODEL_NAME else "cpu",
             threads=self.threads,
+            config=QUIET_THREADS,
         )
         self._kept[file] = (names, session)
         return session
@@ -637,7 +648,7 @@ class _Validation:
     def _localise(self, records: Sequence[SiteRecord]) -> None:
         """Name the first site that reacts to the first leak that was found."""
         assert self._leak is not None
-        batch, change, number = self._leak
+        batch, change = self._leak
         names = [record.site["output"] for record in records]
         before = self._read_values(MODEL_NAME, names, batch.feeds)
         after = self._read_values(MODEL_NAME, names, change.feeds)
@@ -645,11 +656,9 @@ class _Validation:
             name = record.site["output"]
             values = [_site_vectors(item[name], change.keep) for item in (before, after)]
             if relative_change(values[0], values[1]) > 0.0:
-                violation = dataclasses.replace(
-                    self.metamorphic.violations[number], site=record.site["name"]
+                self.metamorphic.violations[0] = dataclasses.replace(
+                    self.metamorphic.violations[0], site=record.site["name"]
                 )
-                self.metamorphic.violations[number] = violation
-                self.failures.append(f"the first attention that leaks is {violation.site}")
                 return
 
 
@@ -659,16 +668,23 @@ def _worst(choose: Callable[[Sequence[float]], float], values: Sequence[float]) 
     return choose(values) if values else None
 
 
-def _leak_sentence(violation: Violation) -> str:
-    what = {
-        "padding": "tokens under padding",
-        "future": f"tokens from slot {violation.cut} on",
-        "batch": "other rows of the batch",
-    }[violation.relation]
-    return (
-        f"{what} change output {violation.output} where it may not see them (length "
-        f"{violation.length}, padding {violation.padding}, relative change {violation.change:.3g})"
-    )
+def _leak_sentences(violations: Sequence[Violation]) -> list[str]:
+    """The first violation of each relation, in words."""
+    sentences: dict[str, str] = {}
+    for violation in violations:
+        what = {
+            "padding": "tokens under padding",
+            "future": f"tokens from slot {violation.cut} on",
+            "batch": "other rows of the batch",
+        }[violation.relation]
+        site = f"; the first attention that reacts is {violation.site}" if violation.site else ""
+        sentences.setdefault(
+            violation.relation,
+            f"{what} change output {violation.output} where it may not see them (length "
+            f"{violation.length}, padding {violation.padding}, relative change "
+            f"{violation.change:.3g}){site}",
+        )
+    return list(sentences.values())
 
 
 def _values_of(folder: Path, file: str) -> frozenset[str]:
