@@ -41,8 +41,8 @@ def source() -> Any:
 def test_conversion_raises_all_within_a_minute(conversion: tuple[Path, Any]) -> None:
     _, report = conversion
     assert len(report.sites) == 6
-    assert {record.method for record in report.sites} == {"dense"}
-    assert report.seconds <= 60
+    assert {record["method"] for record in report.sites} == {"dense"}
+    assert sum(report.seconds.values()) <= 60
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 128, 512])
@@ -50,9 +50,7 @@ def test_dense_equals_the_source_under_any_padding(artifact: Any, source: Any, l
     rng = np.random.default_rng(length)
     mask = padding_mask(length, rng)
     ids = rng.integers(0, VOCABULARY, mask.shape)
-    (got,) = artifact.run(
-        feeds_for(artifact.manifest, ids, mask), outputs=["last_hidden_state"]
-    ).values()
+    got = artifact.run(feeds_for(artifact.manifest, ids, mask))["last_hidden_state"]
     with torch.no_grad():
         want = source(
             input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)

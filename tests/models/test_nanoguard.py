@@ -19,7 +19,7 @@ FACTORY = Path(__file__).with_name("nanoguard_factory.py")
 
 def test_all_four_attentions_are_raised_and_outputs_agree(tmp_path: Path) -> None:
     report = convert(f"{FACTORY}:build", tmp_path / "artifact", force=("dense",))
-    assert [record.method for record in report.sites] == ["dense"] * 4
+    assert [record["method"] for record in report.sites] == ["dense"] * 4
     artifact = subquad.load(tmp_path / "artifact")
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 8192, (3, 130))

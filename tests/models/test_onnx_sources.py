@@ -55,7 +55,7 @@ def test_every_attention_is_raised_and_outputs_agree(
     sites: int,
 ) -> None:
     report = convert(path(), tmp_path / "artifact", force=("dense",))
-    assert [record.method for record in report.sites] == ["dense"] * sites
+    assert [record["method"] for record in report.sites] == ["dense"] * sites
     feeds = inputs(np.random.default_rng(0))
     artifact = subquad.load(tmp_path / "artifact")
     feeds = {spec.name: feeds[spec.name] for spec in artifact.manifest.inputs}

@@ -34,10 +34,11 @@ report = convert(Path(sys.argv[1]), Path(sys.argv[2]), force=("dense",))
 own = int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text()).group(1))
 children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 print(json.dumps({
+    "own_peak_bytes": 1024 * own,
     "peak_bytes": 1024 * max(own, children),
     "reported_bytes": report.peak_rss_bytes,
-    "seconds": report.seconds,
-    "methods": [record.method for record in report.sites],
+    "seconds": sum(report.seconds.values()),
+    "methods": [record["method"] for record in report.sites],
 }))
 """
 
@@ -66,7 +67,7 @@ def test_conversion_raises_all_in_little_memory(
     _, facts = conversion
     assert facts["methods"] == ["dense"] * LAYERS
     assert facts["peak_bytes"] <= 1.6e9
-    assert facts["reported_bytes"] == pytest.approx(facts["peak_bytes"], rel=0.1)
+    assert facts["reported_bytes"] == pytest.approx(facts["own_peak_bytes"], rel=0.1)
 
 
 def test_dense_perplexity_is_the_source_s(
