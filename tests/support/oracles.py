@@ -60,14 +60,18 @@ def one_node_model(variant: OperatorVariant, *, version: int = 10) -> onnx.Model
 
 
 @lru_cache(maxsize=256)
-def session(variant: OperatorVariant) -> ort.InferenceSession:
-    """A CPU session of ``one_node_model``, one thread."""
+def _session(variant: Any) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     serialized = one_node_model(variant).SerializeToString()
     return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+
+
+def session(variant: OperatorVariant) -> ort.InferenceSession:
+    """A CPU session of ``one_node_model``, one thread."""
+    return _session(variant)
 
 
 @dataclass(frozen=True)

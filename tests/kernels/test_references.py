@@ -1,0 +1,119 @@
+"""The float64 references against an attention written one query at a time, in Python floats.
+
+The two share no code: this one looks every key up by its definition in ``kernels/operator.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from oracles import Case, random_case, reference
+from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.hybrid.semantics import HybridVariant
+
+
+def elu_plus_one(x: NDArray[np.float32]) -> list[float]:
+    return [float(e) + 1 if e > 0 else math.exp(float(e)) for e in x]
+
+
+def within(distance: int, left: int, right: int) -> bool:
+    return (left == -1 or distance <= left) and (right == -1 or -distance <= right)
+
+
+def attend_one(
+    variant: AttentionVariant | HybridVariant, case: Case, b: int, h: int, i: int
+) -> list[float]:
+    """Output of one query: sums of weights over keys, with no shift of the exponent."""
+    kv_head = h // (variant.num_heads // variant.num_kv_heads)
+    total, sums = 0.0, [0.0] * variant.value_dim
+    for j in range(case.key.shape[2]):
+        weight = weigh(variant, case, b, h, i, j)
+        total += weight
+        sums = [s + weight * float(v) for s, v in zip(sums, case.value[b, kv_head, j], strict=True)]
+    return [s / total if total else 0.0 for s in sums]
+
+
+def weigh(
+    variant: AttentionVariant | HybridVariant, case: Case, b: int, h: int, i: int, j: int
+) -> float:
+    if variant.has_key_mask and not case.key_mask[b, j]:
+        return 0.0
+    query = case.query[b, h, i]
+    key = case.key[b, h // (variant.num_heads // variant.num_kv_heads), j]
+    distance = int(case.query_positions[b, i]) - int(case.key_positions[b, j])
+    score = variant.scale * sum(float(x) * float(y) for x, y in zip(query, key, strict=True))
+    if isinstance(variant, AttentionVariant):
+        if not within(distance, variant.window_left, variant.window_right):
+            return 0.0
+        if variant.softcap:
+            score = variant.softcap * math.tanh(score / variant.softcap)
+        return math.exp(score)
+    if not within(distance, variant.allowed_left, variant.allowed_right):
+        return 0.0
+    in_window = variant.window_left != -1 and within(
+        distance, variant.window_left, variant.window_right
+    )
+    if in_window or 0 <= case.key_positions[b, j] < variant.sinks:
+        return math.exp(score)
+    if variant.feature_map == "none":
+        return 0.0
+    features = zip(elu_plus_one(query), elu_plus_one(key), strict=True)
+    return sum(x * y for x, y in features)
+
+
+VARIANTS: list[AttentionVariant | HybridVariant] = [
+    AttentionVariant(2, 2, 4, 4, 0.5, has_key_mask=True),
+    AttentionVariant(4, 2, 5, 3, 0.5, softcap=1.5),
+    AttentionVariant(2, 1, 4, 4, 0.5, window_right=0, has_key_mask=True),
+    AttentionVariant(2, 2, 4, 4, 0.5, window_left=3, window_right=1, has_key_mask=True),
+    HybridVariant(4, 2, 5, 3, 0.5, 2, 0, 2, -1, 0, has_key_mask=True),
+    HybridVariant(2, 2, 4, 4, 0.5, 2, 0, 2, 6, 0, has_key_mask=True),
+    HybridVariant(2, 2, 4, 4, 0.5, 2, 0, 2, -1, 0, "elu", has_key_mask=True),
+    HybridVariant(4, 2, 5, 3, 0.5, 2, 2, 1, -1, -1, "elu", has_key_mask=True),
+    HybridVariant(2, 2, 4, 4, 0.5, allowed_right=0, feature_map="elu", has_key_mask=True),
+    HybridVariant(2, 2, 4, 4, 0.5, feature_map="elu"),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.op_type + "_" + v.overload)
+@pytest.mark.parametrize(("query_len", "kv_len"), [(12, 12), (3, 11)])
+def test_reference_equals_one_query_at_a_time(
+    variant: AttentionVariant | HybridVariant, query_len: int, kv_len: int
+) -> None:
+    rng = np.random.default_rng(5)
+    mask = rng.random((3, kv_len)) > 0.3
+    mask[0, :4] = False
+    mask[2] = False
+    case = random_case(rng, variant, batch=3, query_len=query_len, kv_len=kv_len, mask=mask)
+    want = np.array(
+        [
+            [
+                [attend_one(variant, case, b, h, i) for i in range(query_len)]
+                for h in range(variant.num_heads)
+            ]
+            for b in range(3)
+        ]
+    )
+    # Both in float64.
+    np.testing.assert_allclose(reference(variant, case), want, rtol=1e-12, atol=1e-14)
+
+
+def test_hybrid_is_softmax_where_the_features_are_exponentials() -> None:
+    """Log-sum-exp consistency: with phi(q).phi(k) = e^s the split into two parts is invisible."""
+    from subquad.kernels.hybrid.reference import hybrid_attention
+
+    rng = np.random.default_rng(6)
+    query, key, value = rng.standard_normal((3, 1, 1, 6, 1))
+    # One key per query is far enough: rank-one scores make exp(s) a product of features.
+    query[:] = 1.0
+    visible = np.tril(np.ones((1, 6, 6), dtype=np.bool_))
+    exact = visible & ~np.tri(6, 6, -3, dtype=np.bool_)
+    arguments = (query, key, value, np.ones_like(query), np.exp(key))
+    mixed = hybrid_attention(*arguments, exact, visible & ~exact, 1.0)
+    nothing = np.zeros_like(visible)
+    softmax = hybrid_attention(*arguments, visible, nothing, 1.0)
+    np.testing.assert_allclose(mixed, softmax, rtol=1e-13)
