@@ -71,7 +71,8 @@ def _session(variant: Any) -> ort.InferenceSession:
 
 def session(variant: OperatorVariant) -> ort.InferenceSession:
     """A CPU session of ``one_node_model``, one thread."""
-    return _session(variant)
+    hashable: Any = variant
+    return _session(hashable)
 
 
 @dataclass(frozen=True)
