@@ -301,26 +301,35 @@ def _match_weights(
     for key, stored in checkpoint.items():
         by_shape.setdefault(stored.shape, []).append(key)
     found: dict[str, StoredTensor] = {}
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, parameter in named:
-        shape = tuple(parameter.shape)
-        candidates = by_shape.get(shape, [])
-        if parameter.dtype != torch.float32 or not candidates:
-            continue
-        # The likely key first: same name, or the same name with or without a base prefix.
-        likely = sorted(
-            candidates,
-            key=lambda key: (key != name, not (key.endswith(name) or name.endswith(key))),
-        )
-        values = parameter.detach().numpy()
-        match = next((key for key in likely if _same_values(values, checkpoint[key])), None)
-        del values
-        if match is None:
-            continue
-        found[name] = checkpoint[match]
-        if parameter.numel() >= _WORTH_RELEASING:
-            parameter.data = torch.empty(shape, dtype=torch.float32)
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        match = _matching_key(name, parameter, by_shape, checkpoint)
+        if match is not None:
+            found[name] = checkpoint[match]
+        # Every tensor has to let go of the loader's mapping of the file, or its pages stay.
+        if match is not None and parameter.numel() >= _WORTH_RELEASING:
+            parameter.data = torch.empty(parameter.shape, dtype=torch.float32)
+        else:
+            parameter.data = parameter.data.clone()
     return found
+
+
+def _matching_key(
+    name: str,
+    parameter: torch.Tensor,
+    by_shape: Mapping[tuple[int, ...], list[str]],
+    checkpoint: Mapping[str, StoredTensor],
+) -> str | None:
+    import torch
+
+    candidates = by_shape.get(tuple(parameter.shape), [])
+    if parameter.dtype != torch.float32:
+        return None
+    # The likely key first: same name, or the same name with or without a base prefix.
+    likely = sorted(
+        candidates, key=lambda key: (key != name, not (key.endswith(name) or name.endswith(key)))
+    )
+    values = parameter.detach().numpy()
+    return next((key for key in likely if _same_values(values, checkpoint[key])), None)
 
 
 _WORTH_RELEASING = 1 << 16

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from subquad.converter.signature import describe_signature
@@ -47,34 +49,52 @@ class ModuleSource:
 
 
 def trace_factory(reference: str) -> TracedModel:
-    """Trace what ``"package.module:factory"`` returns when called without arguments.
+    """Trace what a factory returns when called without arguments.
 
-    The current directory is importable, as with ``python -m``.
+    Args:
+        reference: ``"package.module:factory"``, with the current directory importable as with
+            ``python -m``, or ``"path/to/file.py:factory"``. This runs the user's code.
 
     Raises:
         UsageError: no such module or factory, or it does not follow the convention.
     """
-    module_name, _, attribute = reference.partition(":")
+    module_name, _, attribute = reference.rpartition(":")
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
-        target: Any = importlib.import_module(module_name)
+        if module_name.endswith(".py"):
+            target: Any = _load_file(Path(module_name))
+        else:
+            target = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
+        result = target() if callable(target) and not _is_module(target) else target
     except ModuleNotFoundError as error:
         raise UsageError(
             f"{reference}: cannot import {error.name!r}. The current directory and installed "
             "packages are searched."
         ) from error
-    except (AttributeError, ImportError, ValueError) as error:
-        raise UsageError(f"{reference}: {error}.") from error
+    except (AttributeError, ImportError, OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{reference}: {type(error).__name__}: {error}.") from error
     finally:
         sys.path[:] = before
-    result = target() if callable(target) and not _is_module(target) else target
     source = _as_source(result, reference)
     return trace_module(
         ModuleSource(source.module, source.example_inputs, source.dynamic_axes, reference)
     )
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Registered first: dataclasses and pickling look the module up while it is executed.
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
 
 
 def trace_module(source: torch.nn.Module | ModuleSource | tuple[Any, ...]) -> TracedModel:

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from subquad.converter.module import ModuleSource
 
 
+_WEIGHT_FILES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
+
+
 def trace(source: str | Path | torch.nn.Module | ModuleSource) -> TracedModel:
     """Read or trace ``source``.
 
     Args:
-        source: a Hugging Face folder, an ``.onnx`` file, ``"package.module:factory"``, an
-            ``nn.Module`` or a ``ModuleSource``.
+        source: a Hugging Face folder, an ``.onnx`` file, ``"package.module:factory"``
+            or ``"file.py:factory"``, an ``nn.Module`` or a ``ModuleSource``.
 
     Raises:
         UsageError: no such source, or example inputs are missing.
@@ -34,6 +37,11 @@ def trace(source: str | Path | torch.nn.Module | ModuleSource) -> TracedModel:
         from subquad.converter.huggingface import trace_huggingface
 
         return trace_huggingface(path)
+    if path.suffix.lower() in _WEIGHT_FILES and path.is_file():
+        raise UsageError(
+            f"{path} holds weights only. Pass the folder with its config.json; pickled weights "
+            "must be saved as safetensors first."
+        )
     if path.suffix.lower() == ".onnx" or path.is_file():
         from subquad.converter.onnx_source import trace_onnx
 

@@ -28,19 +28,12 @@ def hash_files(files: Mapping[str, Path]) -> str:
 def hash_model(model: ir.Model) -> str:
     """Over the serialised graph and every initializer; for sources that are no files."""
     digest = hashlib.sha256()
-    graph = ir.to_proto(_without_initializers(model)).SerializeToString(deterministic=True)
-    digest.update(graph)
+    graph_only = model.clone()
+    graph_only.graph.initializers.clear()
+    digest.update(ir.to_proto(graph_only).SerializeToString(deterministic=True))
     for name, value in model.graph.initializers.items():
         digest.update(name.encode() + b"\0")
         if value.const_value is not None:
             for chunk in tensor_chunks(value.const_value):
                 digest.update(chunk)
     return digest.hexdigest()
-
-
-def _without_initializers(model: ir.Model) -> ir.Model:
-    copy = model.clone()
-    for graph in copy.graphs():
-        for value in list(graph.initializers.values()):
-            value.const_value = None
-    return copy
