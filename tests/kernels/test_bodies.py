@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracles import one_node_model, random_case, reference, relative_error, run
+from oracles import random_case, reference, relative_error, run
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.one_node import one_node_model
 
 SIZES = (4, 2, 7, 5, 0.3)
 VARIANTS: list[AttentionVariant | HybridVariant] = [

@@ -8,55 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
 from subquad.kernels.inputs import INPUT_NAMES
-from subquad.kernels.operator import DOMAIN, DOMAIN_VERSION, OPSET, OperatorVariant
-
-ELEMENT_TYPES = {
-    "key_mask": ir.DataType.BOOL,
-    "query_positions": ir.DataType.INT64,
-    "key_positions": ir.DataType.INT64,
-}
-RANKS = {"query": 4, "key": 4, "value": 4}
-
-
-def one_node_model(variant: OperatorVariant, *, version: int = 10) -> onnx.ModelProto:
-    """A model of one node of this variant, all dimensions free, function included."""
-    names = variant.input_names
-    inputs = [
-        ir.Value(
-            name=name,
-            type=ir.TensorType(ELEMENT_TYPES.get(name, ir.DataType.FLOAT)),
-            shape=ir.Shape([f"{name}_{axis}" for axis in range(RANKS.get(name, 2))]),
-        )
-        if name
-        else None
-        for name in names
-    ]
-    node = ir.node(
-        variant.op_type,
-        inputs,
-        domain=DOMAIN,
-        overload=variant.overload,
-        attributes=variant.attributes(),
-        num_outputs=1,
-    )
-    node.outputs[0].name = "output"
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    node.outputs[0].shape = ir.Shape(["batch", "num_heads", "query_len", "value_dim"])
-    graph = ir.Graph(
-        [value for value in inputs if value is not None],
-        node.outputs,
-        nodes=[node],
-        opset_imports={"": OPSET, DOMAIN: DOMAIN_VERSION},
-        name="one_node",
-    )
-    model = ir.Model(graph, ir_version=version, functions=[variant.build_function()])
-    return ir.to_proto(model)
+from subquad.kernels.one_node import one_node_model
+from subquad.kernels.operator import OperatorVariant
 
 
 @lru_cache(maxsize=256)
