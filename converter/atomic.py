@@ -67,10 +67,16 @@ def atomic_directory(destination: Path, *, overwrite: bool = False) -> Iterator[
         destination = destination.resolve()
     parent = destination.parent
     _check_destination(destination, overwrite=overwrite)
-    with output_errors(destination):
+    try:
         temporary = Path(
             tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent)
         )
+    except OSError as error:
+        # Any reason counts here: special filesystems answer "no such file" to a mkdir.
+        raise OutputError(
+            f"Cannot write {destination}: {parent} takes no new directory ({error.strerror}). "
+            "Choose a writable output directory."
+        ) from error
     try:
         with output_errors(temporary, shown_as=destination):
             yield temporary

@@ -37,9 +37,9 @@ class DataFileWriter:
     At most one tensor (for lazily derived ones) or one 8 MiB chunk (for stored ones) is in memory.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, position: int = 0) -> None:
         self._file = file
-        self._position = 0
+        self._position = position
         self._hash = hashlib.sha256()
         self._by_identity: dict[object, _Extent] = {}
         self._by_content: dict[tuple[int, bytes], _Extent] = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from subquad.runtime.errors import UnsupportedModelError, UsageError
 
@@ -108,7 +108,7 @@ def custom_domains(proto: onnx.ModelProto) -> tuple[str, ...]:
 
 def tensor_nbytes(tensor: onnx.TensorProto) -> int:
     """Bytes of the tensor's content as raw data."""
-    count = math.prod(tensor.dims)
+    count: int = math.prod(tensor.dims)
     return (count * _bits(tensor.data_type) + 7) // 8
 
 
@@ -184,7 +184,7 @@ def _check_nodes(
     """Names, order-independent: each value made once, nothing undefined, no cycle."""
     nodes = list(nodes)
     produced = [output for node in nodes for output in node.output if output]
-    _refuse_duplicates([*produced, *()], f"{name}: value")
+    _refuse_duplicates(produced, f"{name}: value")
     clash = defined.intersection(produced)
     if clash:
         raise UnsupportedModelError(f"{name}: {min(clash)!r} is defined twice.")
@@ -278,8 +278,9 @@ def _check_tensor(tensor: onnx.TensorProto, name: str) -> None:
             )
         return
     stored = sum(len(getattr(tensor, field)) for field in _TYPED_FIELDS)
-    per_item = {onnx.TensorProto.COMPLEX64: 2, onnx.TensorProto.COMPLEX128: 2}
-    wanted = math.prod(tensor.dims) * per_item.get(tensor.data_type, 1)
+    wanted = math.prod(tensor.dims)
+    if tensor.data_type in {onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128}:
+        wanted *= 2
     if _bits(tensor.data_type) < 8:
         wanted = expected
     if stored != wanted:
