@@ -1,7 +1,760 @@
-"""The ``subquad`` command."""
+"""The ``subquad`` command: one small function per command, everything heavy imported inside."""
 
 from __future__ import annotations
 
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from subquad import __version__
+from subquad.runtime.errors import SubquadError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from subquad.runtime.bench import BenchResult
+    from subquad.runtime.doctor import DoctorReport
+    from subquad.runtime.validate import ValidationResult
+
+    Progress = Callable[[str, float | None], None]
+
+INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    """Turns errors into one line on stderr and the documented exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SubquadError as error:
+            _fail(ctx, str(error), error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted; nothing was written", err=True)
+            ctx.exit(INTERRUPTED)
+        except MemoryError:
+            _fail(ctx, "out of memory. Use shorter --lengths or a machine with more memory.", 3)
+
+
+class _IntList(click.ParamType):
+    """``128,512`` as a tuple of integers."""
+
+    name = "N,N,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        try:
+            return tuple(int(part) for part in parts)
+        except (TypeError, ValueError):
+            self.fail(f"{value!r} is no comma-separated list of integers.", param, ctx)
+
+
+def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+    """Make the table ``[command]`` of a TOML file the defaults of this command's flags."""
+    if value is None:
+        return
+    import tomllib
+
+    try:
+        tables = tomllib.loads(value.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise click.UsageError(f"{value}: {error}") from error
+    for name, table in tables.items():
+        if name not in cli.commands or not isinstance(table, dict):
+            known = ", ".join(f"[{command}]" for command in cli.commands)
+            raise click.UsageError(f"{value}: {name!r} is not one of the tables {known}.")
+    parameters = {item.name: item for item in ctx.command.params if item.name != param.name}
+    defaults: dict[str, Any] = {}
+    for key, setting in tables.get(ctx.command.name or "", {}).items():
+        name = key.replace("-", "_")
+        if name not in parameters:
+            known = ", ".join(sorted(item.replace("_", "-") for item in parameters if item))
+            raise click.UsageError(
+                f"{value}: [{ctx.command.name}] has no setting {key!r}; known: {known}."
+            )
+        multiple = getattr(parameters[name], "multiple", False)
+        defaults[name] = [setting] if multiple and not isinstance(setting, list) else setting
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
+
+
+def _common(function: Callable[..., None]) -> Callable[..., None]:
+    """``--json`` and ``--config``."""
+    as_json = click.option(
+        "--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."
+    )
+    config = click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config,
+        help="TOML file; its table of this command's name holds the same settings as the flags.",
+    )
+    return config(as_json(function))
+
+
+def _execution(function: Callable[..., None]) -> Callable[..., None]:
+    """``--provider`` and ``--threads``."""
+    provider = click.option(
+        "--provider",
+        default="cpu",
+        show_default=True,
+        help="cpu, cuda, or another ONNX Runtime provider; refused if it does not really start.",
+    )
+    threads = click.option(
+        "--threads", type=click.IntRange(min=1), help="Threads per operator [default: all cores]."
+    )
+    return provider(threads(function))
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+First steps:
+  subquad inspect ./my-model              which attentions are in it?
+  subquad convert ./my-model out          exact conversion, nothing changes
+  subquad convert ./my-model out --force window:window=256 --overwrite
+  subquad validate out --data heldout.txt --budget ppl=1%
+  subquad bench out --lengths 512,4096
+
+\b
+Exit codes: 0 pass, 2 usage, 3 unsupported input, 4 accuracy budget missed,
+5 a required replacement did not happen, 6 target unavailable, 7 artifact
+damaged, 8 output not writable, 130 interrupted.
+""",
+)
+@click.version_option(__version__, prog_name="subquad")
+@click.option("-v", "--verbose", is_flag=True, help="Show log messages on stderr.")
+def cli(verbose: bool) -> None:
+    """Compile trained transformers to sub-quadratic attention, by proof.
+
+    A SOURCE is a Hugging Face model folder, an .onnx file, or module:factory (a Python function
+    that returns a torch module). An ARTIFACT is the directory that `subquad convert` writes; it
+    runs with ONNX Runtime alone.
+    """
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  subquad inspect ./bert-base
+  subquad inspect model.onnx --json
+  subquad inspect out                     what became of every attention
+"""
+)
+@click.argument("source", metavar="SOURCE|ARTIFACT")
+@_common
+def inspect(source: str, as_json: bool) -> None:
+    """Show every attention that is found, with its proved mask; writes nothing."""
+    if _is_artifact(source):
+        from subquad.runtime.artifact import open_manifest
+        from subquad.runtime.jsonable import json_ready
+
+        _, manifest = open_manifest(source)
+        report = json_ready(manifest)
+    else:
+        with _working() as progress:
+            report = _converter().inspect_source(source, progress=progress).to_json()
+    if as_json:
+        _print_json(report)
+        return
+    console = _console()
+    _print_source(console, report)
+    _print_sites(console, report["sites"], converted=_is_artifact(source))
+    _print_rejections(console, report["rejections"])
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  subquad convert ./my-model out                   exact: outputs stay the same
+  subquad convert ./my-model out --force elu --sites 2-5
+  subquad convert ./my-model out --force window:window=128@0-3 --force elu@4
+  subquad convert my_package.models:build out
+
+\b
+SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
+`subquad inspect` lists indices and names.
+"""
+)
+@click.argument("source")
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option(
+    "--force",
+    multiple=True,
+    metavar="METHOD[:PARAMS][@SITES]",
+    help="Replace attentions by this method; repeat it for several. Others stay exact.",
+)
+@click.option("--sites", metavar="SITES", help="Where the one --force without @SITES applies.")
+@click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
+@click.option(
+    "--require-sites",
+    metavar="N|all",
+    help="Fail (exit 5) unless this many attentions were recognised.",
+)
+@click.option(
+    "--allow-declined",
+    is_flag=True,
+    help="Keep an attention exact if a forced method declines it, instead of failing (exit 5).",
+)
+@click.option(
+    "--strict-causal",
+    is_flag=True,
+    help="Refuse methods that are causal only between blocks of tokens.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
+@_common
+def convert(
+    source: str,
+    output: Path,
+    force: tuple[str, ...],
+    sites: str | None,
+    overwrite: bool,
+    require_sites: str | None,
+    allow_declined: bool,
+    strict_causal: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Convert SOURCE into the artifact directory OUTPUT."""
+    with _working() as progress:
+        report = (
+            _converter()
+            .convert(
+                source,
+                output,
+                force=_merge_sites(force, sites),
+                overwrite=overwrite,
+                require_sites=require_sites,
+                allow_declined=allow_declined,
+                seed=seed,
+                strict_causal=strict_causal,
+                progress=progress,
+            )
+            .to_json()
+        )
+    if as_json:
+        _print_json(report)
+        return
+    console = _console()
+    _print_source(console, report)
+    _print_sites(console, report["sites"], converted=True)
+    _print_rejections(console, report["rejections"])
+    seconds = sum(report["seconds"].values())
+    peak = report.get("peak_rss_bytes")
+    console.print(f"wrote {report['output']} in {seconds:.1f} s, peak memory {_size(peak)}")
+    console.print(f"next: subquad validate {report['output']}", style="dim")
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  subquad validate out
+  subquad validate out --data heldout.txt --budget ppl=1% --budget kl=0.02
+  subquad validate out --data inputs.npz --budget cosine=0.999
+  subquad validate out --lengths 512,2048 --paddings none,left
+
+\b
+Data: .txt (one text, or paragraphs for encoders), .jsonl with {"text": ...}
+lines, or .npz with one array per input. Without data, inputs are made up.
+"""
+)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--data", type=click.Path(path_type=Path), help="Held-out inputs; see below.")
+@click.option("--lengths", type=_IntList(), help="Sequence lengths [default: a few up to 512].")
+@click.option(
+    "--paddings", metavar="NAME,...", help="Of none, right, left, holes [default: all four]."
+)
+@click.option("--rows", type=click.IntRange(min=1), help="Rows per length and padding.")
+@click.option(
+    "--budget",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Limit on kl, ppl, top1, cosine or rel; repeat or separate by commas.",
+)
+@click.option(
+    "--metamorphic/--no-metamorphic",
+    default=True,
+    show_default=True,
+    help="Test that padding, later tokens and other rows change nothing.",
+)
+@click.option(
+    "--attention/--no-attention",
+    default=True,
+    show_default=True,
+    help="Compare every attention, not only the outputs.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of made-up inputs.")
+@_execution
+@_common
+def validate(
+    artifact: Path,
+    data: Path | None,
+    lengths: tuple[int, ...] | None,
+    paddings: str | Sequence[str] | None,
+    rows: int | None,
+    budget: tuple[str, ...],
+    metamorphic: bool,
+    attention: bool,
+    seed: int,
+    provider: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Compare an artifact with its unconverted reference; exit 4 if it misses the budget."""
+    from subquad.runtime.budget import Budget
+    from subquad.runtime.samples import PADDINGS
+    from subquad.runtime.validate import validate as run_validation
+
+    names = paddings.split(",") if isinstance(paddings, str) else paddings
+    with _working() as progress:
+        result = run_validation(
+            artifact,
+            data=data,
+            lengths=lengths,
+            paddings=PADDINGS if names is None else names,
+            rows=rows,
+            budget=Budget.parse(budget),
+            metamorphic=metamorphic,
+            sites=attention,
+            seed=seed,
+            provider=provider,
+            threads=threads,
+            progress=progress,
+        )
+    if result.synthetic:
+        click.secho(f"warning: {result.data}", fg="yellow", err=True)
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        _print_validation(result)
+    if result.verdict == "fail":
+        _fail(click.get_current_context(), "; ".join(result.reasons), 4)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  subquad bench out --lengths 512,2048,8192
+  subquad bench out --batch 8 --threads 4 --time-limit 120
+"""
+)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--lengths", type=_IntList(), help="Sequence lengths [default: 128,512,2048].")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Per length."
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds for all timings together; rounds that do not fit are left out, and said.",
+)
+@click.option("--memory/--no-memory", default=True, show_default=True, help="Measure peak memory.")
+@click.option("--unchecked", is_flag=True, help="Skip the quick validation before.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs.")
+@_execution
+@_common
+def bench(
+    artifact: Path,
+    lengths: tuple[int, ...] | None,
+    batch: int,
+    rounds: int,
+    time_limit: float,
+    memory: bool,
+    unchecked: bool,
+    seed: int,
+    provider: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Time an artifact against its unconverted reference, in turns with a matrix product."""
+    from subquad.runtime.bench import bench as run_bench
+
+    with _working() as progress:
+        result = run_bench(
+            artifact,
+            lengths=lengths,
+            batch=batch,
+            rounds=rounds,
+            time_limit=time_limit,
+            memory=memory,
+            checked=not unchecked,
+            seed=seed,
+            provider=provider,
+            threads=threads,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        _print_bench(result)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  subquad run out --text "The capital of France is"
+  subquad run out --input inputs.npz --output outputs.npz
+"""
+)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--input", "input_", type=click.Path(path_type=Path), help=".npz, array per input.")
+@click.option("--text", multiple=True, help="Text, by the artifact's tokenizer; may repeat.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write the outputs as .npz.")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Tokens.")
+@_execution
+@_common
+def run(
+    artifact: Path,
+    input_: Path | None,
+    text: tuple[str, ...],
+    output: Path | None,
+    top: int,
+    provider: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Run an artifact once, on arrays or on text."""
+    from subquad.runtime.run import run as run_once
+
+    with _working() as progress:
+        result = run_once(
+            artifact,
+            arrays=input_,
+            texts=text,
+            output=output,
+            top=top,
+            provider=provider,
+            threads=threads,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(result.to_json())
+        return
+    console = _console()
+    for item in result.summaries:
+        console.print(item.describe(), markup=False, highlight=False)
+    if output is not None:
+        console.print(f"wrote {output}", markup=False)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  subquad doctor
+  subquad doctor --require cuda           exit 6 if CUDA does not work
+"""
+)
+@click.option(
+    "--require", multiple=True, metavar="NAME", help="Exit 6 unless this works; may repeat."
+)
+@_common
+def doctor(require: tuple[str, ...], as_json: bool) -> None:
+    """Report what this machine can do, what is missing, and how to get it."""
+    from subquad.runtime.doctor import examine
+
+    with redirect_stdout(sys.stderr):
+        report = examine()
+    missing = report.missing(require)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _print_doctor(report)
+    if missing:
+        _fail(click.get_current_context(), "; ".join(missing), 6)
+
 
 def main() -> None:
-    """Entry point."""
+    """Entry point; SIGTERM ends a command the way Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cli(prog_name="subquad")
+
+
+def _fail(ctx: click.Context, message: str, code: int) -> None:
+    line = " ".join(message.split())
+    click.echo(f"error: {line}", err=True)
+    ctx.exit(code)
+
+
+def _is_artifact(source: str) -> bool:
+    return (Path(source) / "manifest.json").is_file()
+
+
+def _converter() -> Any:
+    """The conversion pipeline; says which extra is missing."""
+    try:
+        from subquad.converter import pipeline
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "subquad":
+            raise
+        raise UsageError(
+            f"Reading a model needs {error.name}, which is not installed: "
+            "pip install 'subquad[convert]'."
+        ) from error
+    return pipeline
+
+
+def _merge_sites(force: Sequence[str], sites: str | None) -> tuple[str, ...]:
+    """``force`` with ``--sites`` as the ``@SITES`` of the one method it can only mean."""
+    if sites is None:
+        return tuple(force)
+    if len(force) != 1:
+        raise UsageError(
+            f"--sites needs exactly one --force, got {len(force)}. For several methods, write "
+            "--force METHOD@SITES for each."
+        )
+    if "@" in force[0]:
+        raise UsageError(f"--force {force[0]} already names its sites; drop --sites.")
+    return (f"{force[0]}@{sites}",)
+
+
+@contextmanager
+def _working() -> Iterator[Progress]:
+    """A progress callback that shows on stderr; what libraries print goes there as well."""
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    with redirect_stdout(sys.stderr):
+        if not console.is_terminal:
+            yield _progress_lines()
+            return
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+        )
+        # redirect_stdout=False: the line above already has, and to the same place.
+        with Bars(*columns, console=console, transient=True, redirect_stdout=False) as bars:
+            task = bars.add_task("starting", total=None)
+
+            def show(message: str, share: float | None) -> None:
+                total = None if share is None else 1.0
+                bars.update(task, description=message, completed=share or 0.0, total=total)
+
+            yield show
+
+
+def _progress_lines() -> Progress:
+    """For logs: a line per message."""
+
+    def show(message: str, share: float | None) -> None:
+        percent = "" if share is None else f" ({share:.0%})"
+        click.echo(f"{message}{percent}", err=True)
+
+    return show
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    from subquad.runtime.jsonable import json_ready
+
+    click.echo(json.dumps(json_ready(value), indent=1, sort_keys=True, allow_nan=False))
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    """A plain table; columns whose name starts with ``>`` are right-aligned."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+    return table
+
+
+def _add(table: Table, *cells: object) -> None:
+    from rich.text import Text
+
+    # Text: names may hold brackets, which rich would read as markup.
+    table.add_row(*(Text(str(cell)) for cell in cells))
+
+
+def _print_source(console: Console, report: Mapping[str, Any]) -> None:
+    source = report["source"]
+    line = f"{source.get('name', '?')} ({source.get('kind', '?')})"
+    console.print(line, style="bold", markup=False, highlight=False)
+
+
+def _print_sites(
+    console: Console, records: Sequence[Mapping[str, Any]], *, converted: bool
+) -> None:
+    if not records:
+        console.print("no attention found")
+        return
+    columns = [">#", "attention", "heads", ">dim", "mask"]
+    table = _table(*columns, *(("method", "runs as") if converted else ()))
+    for record in records:
+        site = record["site"]
+        heads = str(site.get("num_heads", "?"))
+        if site.get("num_kv_heads", site.get("num_heads")) != site.get("num_heads"):
+            heads += f"/{site['num_kv_heads']}"
+        cells = [
+            site["index"],
+            site["name"],
+            heads,
+            site.get("head_dim", "?"),
+            site.get("mask_text", ""),
+        ]
+        if converted:
+            params = ",".join(f"{key}={value}" for key, value in record["params"].items())
+            method = f"{record['method']}:{params}" if params else record["method"]
+            cells += [method, record["kernel"] or "function body"]
+        _add(table, *cells)
+    console.print(table)
+    for record in records:
+        if record["reason"]:
+            line = f"{record['site']['name']}: {record['reason']}"
+            console.print(line, markup=False, highlight=False)
+
+
+def _print_rejections(console: Console, rejections: Sequence[Mapping[str, str]]) -> None:
+    if rejections:
+        console.print("left alone:", style="bold")
+    for item in rejections:
+        where = item.get("where") or "?"
+        console.print(f"  {where}: {item['reason']}", markup=False, highlight=False)
+
+
+def _print_validation(result: ValidationResult) -> None:
+    console = _console()
+    table = _table(
+        ">length", "padding", ">rows", ">rel. L2", ">cosine", ">KL", ">top-1", ">ppl ratio"
+    )
+    for case in result.cases:
+        outputs = case.outputs.values()
+        logits = case.logits or {}
+        _add(
+            table,
+            case.length or "-",
+            case.padding,
+            case.rows,
+            _number(max(item["relative_l2"] for item in outputs)),
+            _number(min(item["cosine_mean"] for item in outputs), "{:.6f}"),
+            _number(logits.get("kl_mean")),
+            _number(logits.get("top1_agreement"), "{:.2%}"),
+            _number(logits.get("perplexity_ratio"), "{:.5g}"),
+        )
+    console.print(table)
+    if result.sites:
+        _print_site_errors(console, result)
+    if result.metamorphic is not None:
+        checks = result.metamorphic.checks
+        text = ", ".join(f"{count} x {name}" for name, count in checks.items()) or "none"
+        found = len(result.metamorphic.violations)
+        console.print(f"hidden tokens: {text} checked, {found} violations", highlight=False)
+        for name, reason in result.metamorphic.not_applicable.items():
+            console.print(f"  {name} not tested: {reason}", highlight=False)
+        for name, count in result.metamorphic.source_reacts.items():
+            line = f"  {name}: in {count} checks the source model itself reacts; not counted"
+            console.print(line, highlight=False)
+    for item in result.skipped:
+        line = f"length {item['length']} left out: {item['reason']}"
+        console.print(line, markup=False, highlight=False)
+    for note in result.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    memory = _size(result.peak_rss_bytes)
+    line = f"data: {result.data}; {result.seconds:.1f} s, peak memory {memory}"
+    console.print(line, markup=False, highlight=False)
+    words = {
+        "pass": ("PASS", "bold green"),
+        "fail": ("FAIL", "bold red"),
+        "measured": ("MEASURED, no budget given", "bold yellow"),
+    }
+    console.print(words[result.verdict][0], style=words[result.verdict][1])
+
+
+def _print_site_errors(console: Console, result: ValidationResult) -> None:
+    table = _table(">#", "attention", "method", ">worst rel. L2", ">length", "padding", "note")
+    for site in result.sites:
+        _add(
+            table,
+            site.index,
+            site.name,
+            site.method,
+            _number(site.relative_l2),
+            site.length or "-",
+            site.padding or "-",
+            site.note,
+        )
+    console.print(table)
+    first = result.first_diverging
+    if first is not None:
+        line = f"first diverging attention: {first.name} ({first.method}), {first.relative_l2:.3g}"
+        console.print(line, markup=False, highlight=False)
+
+
+def _print_bench(result: BenchResult) -> None:
+    console = _console()
+    table = _table(
+        ">length", ">rounds", ">reference", ">artifact", ">speed-up", ">GEMM spread", ">memory"
+    )
+    for case in result.cases:
+        memory = f"{_size(case.reference_peak_bytes)} -> {_size(case.artifact_peak_bytes)}"
+        _add(
+            table,
+            case.length,
+            f"{case.rounds_kept}/{case.rounds}",
+            f"{case.reference_seconds * 1e3:.1f} ms",
+            f"{case.artifact_seconds * 1e3:.1f} ms",
+            f"{case.speedup:.2f}x",
+            f"{case.gemm_spread:.0%}",
+            memory,
+        )
+    console.print(table)
+    for item in result.skipped:
+        line = f"length {item['length']} left out: {item['reason']}"
+        console.print(line, markup=False, highlight=False)
+    for note in result.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    machine = result.machine
+    console.print(
+        f"{machine['cpu']}, {machine['usable_cores']} cores, ONNX Runtime "
+        f"{result.versions['onnxruntime']}, GEMM {result.gemm_gflops:.0f} GFLOP/s",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _print_doctor(report: DoctorReport) -> None:
+    console = _console()
+    table = _table("", "what", "found", "meaning")
+    for check in report.checks:
+        mark = "ok" if check.ok else ("!" if check.problem else "-")
+        _add(table, mark, check.name, check.found, check.advice)
+    console.print(table)
+
+
+def _number(value: float | None, form: str = "{:.2e}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _size(count: int | None) -> str:
+    return "?" if count is None else f"{count / 2**20:.0f} MiB"

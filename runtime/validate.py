@@ -8,7 +8,6 @@ time and results are reduced to sums at once, so the longest run decides the pea
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from subquad.runtime.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from subquad.runtime.jsonable import json_ready
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME, Manifest, SiteRecord
 from subquad.runtime.metamorphic import (
@@ -53,8 +53,6 @@ from subquad.runtime.samples import (
     open_samples,
 )
 from subquad.runtime.session import QUIET_THREADS, open_session, run_session
-
-logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float | None], None]
 Verdict = Literal["pass", "fail", "measured"]
@@ -142,7 +140,8 @@ class ValidationResult:
     peak_rss_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        result: dict[str, Any] = json_ready(self)
+        return result
 
 
 def validate(
@@ -618,7 +617,7 @@ class _Validation:
                 pair = [_site_vectors(values, real) for values in (reference, model)]
                 differences[name].add(pair[0], pair[1])
         for name, difference in differences.items():
-            if difference.vectors and difference.relative_l2 >= worst.get(name, (-1.0, case))[0]:
+            if difference.vectors and difference.relative_l2 > worst.get(name, (-1.0, case))[0]:
                 worst[name] = (difference.relative_l2, case)
 
     def _read_values(self, file: str, names: Sequence[str], feeds: Values) -> Values:
