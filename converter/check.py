@@ -33,9 +33,10 @@ def check_artifact(folder: Path) -> dict[str, Any]:
             f"The converted model failed its own check and was discarded: {reason}"
         )
     result: dict[str, Any] = json.loads(done.stdout)
-    if not result["passed"]:
+    if result["verdict"] == "fail":
         raise UnsupportedModelError(
-            f"The converted model differs from its reference and was discarded: {result['verdict']}"
+            "The converted model differs from its reference and was discarded: "
+            + " ".join(result["reasons"])
         )
     return result
 

@@ -3,7 +3,7 @@
 | stage | in -> out |
 |---|---|
 | trace | source -> ``TracedModel`` (opset 24, dynamic batch and length) |
-| raise | attention subgraphs -> ``ai.subquad`` nodes with proved sites |
+| raise | no-ops removed; attention subgraphs -> ``ai.subquad`` nodes with proved sites |
 | plan | sites + requests -> one assignment per site |
 | replace | raised nodes -> the operators their methods lower to |
 | emit | models, weights, companions, manifest -> a temporary directory |
@@ -30,6 +30,7 @@ from subquad.converter.check import check_artifact
 from subquad.converter.emit import copy_files, write_models
 from subquad.converter.source import trace
 from subquad.converter.traced import TracedModel
+from subquad.passes.canonicalise import canonicalise
 from subquad.passes.plan import Assignment, Request, make_plan
 from subquad.passes.raise_attention import RaisedSites, raise_attention
 from subquad.passes.replace import replace_sites
@@ -230,6 +231,7 @@ def _raised(source: Source, clock: _Clock) -> tuple[TracedModel, RaisedSites]:
     with clock.stage("trace"):
         traced = trace(source)
     with clock.stage("raise"):
+        canonicalise(traced.model)
         raised = raise_attention(traced.model)
     return traced, raised
 
