@@ -76,7 +76,9 @@ def export_module(
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()
+        # Only the module path is wanted: the recogniser names sites by it.
+        for key in [k for k in node.metadata_props if k != "pkg.torch.onnx.name_scopes"]:
+            del node.metadata_props[key]
         for value in node.outputs:
             value.metadata_props.clear()
     return model
