@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from subquad.runtime.validate import ValidationResult
 
     Progress = Callable[[str, float | None], None]
+    # Generic in the stubs, but not at run time in older releases of click.
+    _IntsType = click.ParamType[tuple[int, ...]]
+else:
+    _IntsType = click.ParamType
 
 INTERRUPTED = 130
 
@@ -44,7 +48,7 @@ class _Commands(click.Group):
             _fail(ctx, "out of memory. Use shorter --lengths or a machine with more memory.", 3)
 
 
-class _IntList(click.ParamType):
+class _IntList(_IntsType):
     """``128,512`` as a tuple of integers."""
 
     name = "N,N,..."
