@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ VOCABULARY = 30522
 
 
 @pytest.fixture(scope="module")
-def conversion(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def conversion(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, float]:
+    """The artifact, the report, and the processor seconds of this process and its children."""
     output = tmp_path_factory.mktemp("minilm") / "artifact"
-    return output, convert(third_party.minilm_l6(), output, force=("dense",))
+    before = sum(os.times()[:4])
+    report = convert(third_party.minilm_l6(), output, force=("dense",))
+    return output, report, sum(os.times()[:4]) - before
 
 
 @pytest.fixture(scope="module")
-def artifact(conversion: tuple[Path, Any]) -> Any:
+def artifact(conversion: tuple[Path, Any, float]) -> Any:
     return subquad.load(conversion[0])
 
 
@@ -38,11 +42,14 @@ def source() -> Any:
     return AutoModel.from_pretrained(third_party.minilm_l6()).eval()
 
 
-def test_conversion_raises_all_within_a_minute(conversion: tuple[Path, Any]) -> None:
-    _, report = conversion
+def test_conversion_raises_all_within_a_minute(conversion: tuple[Path, Any, float]) -> None:
+    _, report, processor_seconds = conversion
     assert len(report.sites) == 6
     assert {record["method"] for record in report.sites} == {"dense"}
-    assert sum(report.seconds.values()) <= 60
+    wall_seconds = sum(report.seconds.values())
+    print(f"MiniLM conversion: {wall_seconds:.0f} s, {processor_seconds:.0f} s of processor time")
+    # Processor time, which does not depend on what else the machine does.
+    assert processor_seconds <= 60
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 128, 512])
@@ -79,7 +86,9 @@ def test_lee_correlation_is_the_source_s(artifact: Any) -> None:
 
 
 @pytest.mark.parametrize("padding", ["right", "left", "holes"])
-def test_masked_token_moves_nothing_at_any_site(conversion: tuple[Path, Any], padding: str) -> None:
+def test_masked_token_moves_nothing_at_any_site(
+    conversion: tuple[Path, Any, float], padding: str
+) -> None:
     hidden = HiddenValues(conversion[0])
     rng = np.random.default_rng(0)
     mask = padding_mask(96, rng)[[PADDINGS.index(padding)]]
@@ -93,3 +102,20 @@ def test_masked_token_moves_nothing_at_any_site(conversion: tuple[Path, Any], pa
     assert_unmoved(before, after, dict.fromkeys(before, real))
     state, state_after = outputs["last_hidden_state"], outputs_after["last_hidden_state"]
     assert np.array_equal(state[real], state_after[real])
+
+
+def test_windows_confine_a_change_at_every_site(tmp_path: Path) -> None:
+    """A token moves only what lies within its reach, which grows by one window per layer."""
+    size, changed_at, length = 8, 100, 200
+    report = convert(third_party.minilm_l6(), tmp_path / "artifact", force=(f"window:{size}",))
+    assert {record["method"] for record in report.sites} == {"window"}
+    hidden = HiddenValues(tmp_path / "artifact")
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
+    changed = ids.copy()
+    changed[0, changed_at] = (ids[0, changed_at] + 1) % VOCABULARY
+    _, before = hidden.run(feeds_for(hidden.manifest, ids, np.ones_like(ids)))
+    _, after = hidden.run(feeds_for(hidden.manifest, changed, np.ones_like(ids)))
+    distance = np.abs(np.arange(length) - changed_at)[None]
+    assert_unmoved(
+        before, after, {site: distance > size * (layer + 1) for layer, site in enumerate(before)}
+    )

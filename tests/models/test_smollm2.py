@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 import subquad
 import third_party
 from model_checks import HiddenValues, assert_unmoved, feeds_for, perplexity
+from subquad.converter.pipeline import convert
+from subquad.runtime.validate import validate
 
 pytestmark = [pytest.mark.models, pytest.mark.slow]
 
@@ -118,3 +120,37 @@ def test_masked_token_moves_nothing_at_any_site(
     assert_unmoved(before, after, dict.fromkeys(before, real))
     for name, logits in outputs.items():
         assert np.array_equal(logits[real], outputs_after[name][real])
+
+
+WINDOWED = 4
+"""Layers 0 to 3 get a window; the others stay exact."""
+
+
+def test_window_on_some_layers(tmp_path: Path) -> None:
+    """Converts, says how large the error is, and confines a change to the window's reach."""
+    size, changed_at, length = 32, 100, 300
+    report = convert(
+        third_party.smollm2(), tmp_path / "artifact", force=(f"window:{size}@0-{WINDOWED - 1}",)
+    )
+    methods = [record["method"] for record in report.sites]
+    assert methods == ["window"] * WINDOWED + ["dense"] * (LAYERS - WINDOWED)
+
+    result = validate(tmp_path / "artifact", lengths=(length,))
+    print(f"window {size} on layers 0-{WINDOWED - 1}: {result.measured}")
+    assert result.metamorphic is not None and not result.metamorphic.violations
+    errors = [site.relative_l2 for site in result.sites]
+    assert errors[0] is not None and 1e-3 < errors[0] < 1
+
+    hidden = HiddenValues(tmp_path / "artifact")
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
+    changed = ids.copy()
+    changed[0, changed_at] = (ids[0, changed_at] + 1) % VOCABULARY
+    _, before = hidden.run(feeds_for(hidden.manifest, ids, np.ones_like(ids)))
+    _, after = hidden.run(feeds_for(hidden.manifest, changed, np.ones_like(ids)))
+    position = np.arange(length)[None]
+    may_not_see = {
+        site: (position < changed_at)
+        | ((position > changed_at + (size - 1) * (layer + 1)) & (layer < WINDOWED))
+        for layer, site in enumerate(before)
+    }
+    assert_unmoved(before, after, may_not_see)
