@@ -240,21 +240,31 @@ def _check_operator(node: onnx.NodeProto, name: str, opset: int) -> None:
         raise UnsupportedModelError(
             f"{name}: operator {node.op_type!r} does not exist in opset {opset}."
         ) from error
+    label = f"{name}: node {node.name or node.op_type!r}"
     if schema.deprecated:
         raise UnsupportedModelError(
             f"{name}: operator {node.op_type!r} is deprecated in opset {opset}."
         )
     if not schema.min_input <= len(node.input) <= schema.max_input:
         raise UnsupportedModelError(
-            f"{name}: node {node.name or node.op_type!r} has {len(node.input)} inputs; "
+            f"{label} has {len(node.input)} inputs; "
             f"{node.op_type} takes {schema.min_input} to {schema.max_input}."
         )
-    unknown = {attribute.name for attribute in node.attribute} - set(schema.attributes)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{name}: node {node.name or node.op_type!r} has the attribute {min(unknown)!r}, "
-            f"which {node.op_type} does not know in opset {opset}."
-        )
+    given = {attribute.name: attribute for attribute in node.attribute}
+    if len(given) != len(node.attribute):
+        raise UnsupportedModelError(f"{label} has an attribute twice.")
+    for key, attribute in given.items():
+        if key not in schema.attributes:
+            raise UnsupportedModelError(
+                f"{label} has the attribute {key!r}, which {node.op_type} does not know in opset "
+                f"{opset}."
+            )
+        wanted = schema.attributes[key].type
+        if attribute.type != wanted.value and not attribute.ref_attr_name:
+            raise UnsupportedModelError(f"{label}: attribute {key!r} is not of type {wanted.name}.")
+    for key, definition in schema.attributes.items():
+        if definition.required and key not in given:
+            raise UnsupportedModelError(f"{label} lacks the attribute {key!r}.")
 
 
 def _check_tensor(tensor: onnx.TensorProto, name: str) -> None:

@@ -18,7 +18,8 @@ from subquad.converter.source_hash import hash_files
 from subquad.converter.torch_export import IR_VERSION, OPSET, quiet, rename_dimensions
 from subquad.converter.traced import TracedModel
 from subquad.converter.weights import StoredTensor
-from subquad.runtime.errors import UnsupportedModelError
+from subquad.runtime.errors import SubquadError, UnsupportedModelError
+from subquad.runtime.session import translated_errors
 
 # Names exporters make up (s53, unk__0, Identity463_dim_0): they say nothing about equality.
 _ANONYMOUS = re.compile(r"s\d+|u\d+|unk__\d+|.*_dim_\d+|\?|-1|")
@@ -75,14 +76,13 @@ def _check_runs(path: Path, domains: tuple[str, ...]) -> None:
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     try:
-        onnxruntime.InferenceSession(
-            str(path), sess_options=options, providers=["CPUExecutionProvider"]
-        )
-    except (RuntimeError, ValueError) as error:
-        reason = _deepest(error)
+        with translated_errors("ONNX Runtime cannot run it"):
+            onnxruntime.InferenceSession(
+                str(path), sess_options=options, providers=["CPUExecutionProvider"]
+            )
+    except SubquadError as error:
         raise UnsupportedModelError(
-            f"{path.name} uses operators of {', '.join(domains)}, and ONNX Runtime cannot "
-            f"run it: {reason}"
+            f"{path.name} uses operators of {', '.join(domains)}, and {error}"
         ) from error
 
 
