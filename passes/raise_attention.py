@@ -22,14 +22,23 @@ from subquad.passes.attention_nodes import (
     needs_positions,
     register_variant,
 )
-from subquad.passes.recognise.candidates import Candidate, find_candidates
-from subquad.passes.recognise.expressions import OpaqueError
-from subquad.passes.recognise.mask import DerivedMask, MaskTerm, derive_mask
-from subquad.passes.recognise.probe import ORT_ERRORS, Dimensions, probe_masks, probe_node
+from subquad.passes.recognise.candidates import Candidate, find_candidates, node_label
+from subquad.passes.recognise.expressions import ZERO, OpaqueError
+from subquad.passes.recognise.mask import DerivedMask, ScoreShape, derive_mask
+from subquad.passes.recognise.probe import (
+    PADDING_ROLE,
+    ROLES,
+    Question,
+    probe_masks,
+    probe_node,
+)
 from subquad.passes.recognise.site import AttentionSite, Proof
 from subquad.passes.recognise.subgraph import Piece
 from subquad.passes.recognise.symbolic import Interpreter
-from subquad.runtime.errors import Rejection
+from subquad.runtime.errors import Rejection, UnsupportedModelError
+
+# From here on axes of Squeeze, ReduceMean and the like are inputs, and softmax has one axis.
+_OLDEST_OPSET = 18
 
 
 @dataclass(frozen=True)
@@ -41,40 +50,69 @@ class RaisedSites:
 
 
 def raise_attention(model: ir.Model) -> RaisedSites:
-    """Raise every attention of ``model`` that can be proved; modifies ``model``."""
+    """Raise every attention of ``model`` that can be proved; modifies ``model``.
+
+    Args:
+        model: opset 18 or later, with known shapes and types (the converter sees to both).
+
+    Raises:
+        UnsupportedModelError: an older opset, in which operators mean other things.
+    """
+    version = model.opset_imports.get("")
+    if version is not None and version < _OLDEST_OPSET:
+        raise UnsupportedModelError(
+            f"attention is recognised from opset {_OLDEST_OPSET} on, the model has {version}. "
+            "Convert it first: onnx.version_converter.convert_version(model, 24)."
+        )
     return _Raiser(model).run()
 
 
+@dataclass(frozen=True)
+class _Proved:
+    """A candidate with all its claims shown to hold."""
+
+    candidate: Candidate
+    shape: ScoreShape
+    derived: DerivedMask
+    variant: AttentionVariant
+    proof: Proof
+
+
 class _Raiser:
-    """One run over one model: masks proved once each, positions shared between sites."""
+    """One run over one model: first everything is proved, then the graph is changed."""
 
     def __init__(self, model: ir.Model) -> None:
         self._model = model
         self._interpreter = Interpreter()
-        self._proved_masks: dict[object, tuple[DerivedMask, int]] = {}
+        self._masks: dict[object, tuple[DerivedMask, int] | OpaqueError] = {}
+        self._pieces: dict[object, Piece] = {}
         self._shared: dict[object, SharedInputs] = {}
+        self._replaced: dict[ir.Value, ir.Value] = {}
         self._names: set[str] = set()
 
     def run(self) -> RaisedSites:
-        sites: list[AttentionSite] = []
+        proved: list[_Proved] = []
         rejections: list[Rejection] = []
-        for found in find_candidates(self._model):
+        for found in find_candidates(self._model, self._interpreter):
             if isinstance(found, Rejection):
                 rejections.append(found)
                 continue
             try:
-                sites.append(self._raise(found, index=len(sites)))
+                proved.append(self._prove(found))
             except OpaqueError as error:
-                rejections.append(Rejection(str(error), where=found.anchor.name or ""))
+                rejections.append(Rejection(str(error), where=node_label(found.anchor)))
+        sites = tuple(self._raise(item, index) for index, item in enumerate(proved))
         if sites:
             common_passes.RemoveUnusedNodesPass()(self._model)
-        return RaisedSites(tuple(sites), tuple(rejections))
+            # A node is inserted where its output was made: shared inputs may be needed earlier.
+            self._model.graph.sort()
+        return RaisedSites(sites, tuple(rejections))
 
-    def _raise(self, candidate: Candidate, index: int) -> AttentionSite:
-        query = candidate.query.shape(self._interpreter)
-        key = candidate.key.shape(self._interpreter)
-        dims = Dimensions(query[0], query[2], key[2])
-        derived, mask_probes = self._prove_mask(candidate, dims)
+    # --- proving ---
+
+    def _prove(self, candidate: Candidate) -> _Proved:
+        shape = candidate.score_shape(self._interpreter)
+        derived, mask_probes = self._prove_mask(candidate, shape)
         sizes = candidate.sizes
         variant = AttentionVariant(
             num_heads=sizes.num_heads,
@@ -87,15 +125,93 @@ class _Raiser:
             window_right=derived.predicate.window_right,
             has_key_mask=derived.predicate.key_padding,
         )
-        raised = self._raised_piece(candidate, variant, derived)
-        node_probes, error = probe_node(
-            self._model, candidate, raised, derived.predicate, derived.padding_input, dims
+        question = Question(self._model, self._interpreter, candidate, shape, derived)
+        node_probes, error = probe_node(question, self._raised_piece(candidate, variant, derived))
+        proof = Proof(derived.derivation, mask_probes, node_probes, error)
+        return _Proved(candidate, shape, derived, variant, proof)
+
+    def _prove_mask(self, candidate: Candidate, shape: ScoreShape) -> tuple[DerivedMask, int]:
+        cache_key = (candidate.masks, candidate.mask_axes, candidate.is_causal, shape)
+        if cache_key not in self._masks:
+            try:
+                self._masks[cache_key] = self._derive_and_probe(candidate, shape)
+            except OpaqueError as error:
+                self._masks[cache_key] = error
+        known = self._masks[cache_key]
+        if isinstance(known, OpaqueError):
+            raise known
+        return known
+
+    def _derive_and_probe(self, candidate: Candidate, shape: ScoreShape) -> tuple[DerivedMask, int]:
+        derived = derive_mask(
+            self._interpreter, candidate.masks, shape, is_causal=candidate.is_causal
         )
+        self._check_padding_input(derived, shape)
+        question = Question(self._model, self._interpreter, candidate, shape, derived)
+        return derived, probe_masks(question)
+
+    def _check_padding_input(self, derived: DerivedMask, shape: ScoreShape) -> None:
+        """The node reads the input itself: it must have one column for each key."""
+        padding = self._padding(derived)
+        if padding is None:
+            return
+        columns = self._interpreter.tensor(padding).shape[1]
+        difference = columns - shape.kv_len
+        if difference.is_constant and difference != ZERO:
+            raise OpaqueError(
+                f"padding input {padding.name!r} has {columns} columns for {shape.kv_len} keys"
+            )
+
+    def _padding(self, derived: DerivedMask) -> ir.Value | None:
+        if not derived.padding_input:
+            return None
+        return next(v for v in self._model.graph.inputs if v.name == derived.padding_input)
+
+    def _raised_piece(
+        self, candidate: Candidate, variant: AttentionVariant, derived: DerivedMask
+    ) -> Piece:
+        """A model of the raised node alone, fed by role; shared by sites of one kind."""
+        operands = (candidate.query, candidate.key, candidate.value)
+        layout = tuple((operand.perm, operand.heads) for operand in operands)
+        alignment = derived.predicate.alignment
+        cache_key = (variant, layout, alignment)
+        if cache_key in self._pieces:
+            return self._pieces[cache_key]
+        builder = NodeBuilder()
+        inputs = [ir.Value(name=role, type=ir.TensorType(ir.DataType.FLOAT)) for role in ROLES]
+        query, key, value = (builder.operand(o, v) for o, v in zip(operands, inputs, strict=True))
+        mask: ir.Value | None = None
+        if variant.has_key_mask:
+            mask = ir.Value(name=PADDING_ROLE, type=ir.TensorType(ir.DataType.BOOL))
+            inputs.append(mask)
+        shared = SharedInputs(mask)
+        if needs_positions(variant):
+            shared = SharedInputs(mask, *builder.positions(query, key, mask, alignment))
+        output = builder.attention(variant, query, key, value, shared, name="probe")
+        if candidate.query.heads:
+            output = builder.packed(output)
+        output.name = "output"
+        graph = ir.Graph(
+            inputs,
+            [output],
+            nodes=builder.nodes,
+            opset_imports=dict(self._model.opset_imports),
+            name="probe",
+        )
+        model = ir.Model(graph, ir_version=10)
+        register_variant(model, variant)
+        self._pieces[cache_key] = Piece(model, inputs, [output])
+        return self._pieces[cache_key]
+
+    # --- changing the graph ---
+
+    def _raise(self, proved: _Proved, index: int) -> AttentionSite:
+        candidate, sizes = proved.candidate, proved.candidate.sizes
         name = self._site_name(candidate.anchor, index)
         source_output = candidate.output.name
         assert source_output is not None
-        self._replace(candidate, variant, derived, dims, name)
-        register_variant(self._model, variant)
+        self._replace(proved, name)
+        register_variant(self._model, proved.variant)
         return AttentionSite(
             name=name,
             index=index,
@@ -106,83 +222,21 @@ class _Raiser:
             value_dim=sizes.value_dim,
             scale=candidate.scale,
             softcap=candidate.softcap,
-            mask=derived.predicate,
-            is_self=query[2] == key[2],
+            mask=proved.derived.predicate,
+            is_self=proved.shape.query_len == proved.shape.kv_len,
             source_output=source_output,
             output=source_output,
-            proof=Proof(derived.derivation, mask_probes, node_probes, error),
+            proof=proved.proof,
         )
 
-    def _prove_mask(self, candidate: Candidate, dims: Dimensions) -> tuple[DerivedMask, int]:
-        cache_key = (candidate.masks, candidate.is_causal, dims)
-        if cache_key not in self._proved_masks:
-            terms = [MaskTerm(self._interpreter.tensor(v), kind) for v, kind in candidate.masks]
-            derived = derive_mask(terms, dims.query_len, dims.kv_len, is_causal=candidate.is_causal)
-            count = probe_masks(
-                self._model, candidate, derived.predicate, derived.padding_input, dims
-            )
-            self._proved_masks[cache_key] = (derived, count)
-        return self._proved_masks[cache_key]
-
-    def _padding(self, derived: DerivedMask) -> ir.Value | None:
-        if not derived.padding_input:
-            return None
-        return next(v for v in self._model.graph.inputs if v.name == derived.padding_input)
-
-    def _raised_piece(
-        self, candidate: Candidate, variant: AttentionVariant, derived: DerivedMask
-    ) -> Piece:
-        """A model of the raised node alone, on stand-ins for the values it reads."""
-        builder, padding = NodeBuilder(), self._padding(derived)
-        stand_ins: dict[ir.Value, ir.Value] = {}
-        for operand in (candidate.query, candidate.key, candidate.value):
-            stand_ins.setdefault(
-                operand.value,
-                ir.Value(name=operand.value.name, type=ir.TensorType(ir.DataType.FLOAT)),
-            )
-        if padding is not None:
-            stand_ins[padding] = ir.Value(name=padding.name, type=padding.type, shape=padding.shape)
+    def _replace(self, proved: _Proved, name: str) -> None:
+        candidate, builder = proved.candidate, NodeBuilder()
         query, key, value = (
-            builder.operand(o, stand_ins[o.value])
+            builder.operand(o, self._replaced.get(o.value, o.value))
             for o in (candidate.query, candidate.key, candidate.value)
         )
-        mask = None if padding is None else builder.key_mask(stand_ins[padding])
-        shared = SharedInputs(mask)
-        if needs_positions(variant):
-            positions = builder.positions(query, key, mask, derived.predicate.alignment)
-            shared = SharedInputs(mask, *positions)
-        output = builder.attention(variant, query, key, value, shared, name="probe")
-        if candidate.query.heads:
-            output = builder.packed(output)
-        output.name = "subquad_probe_output"
-        graph = ir.Graph(
-            list(stand_ins.values()),
-            [output],
-            nodes=builder.nodes,
-            opset_imports=dict(self._model.opset_imports),
-            name="probe",
-        )
-        model = ir.Model(graph, ir_version=10)
-        register_variant(model, variant)
-        try:
-            return Piece(model, list(graph.inputs), [output])
-        except ORT_ERRORS as error:
-            raise OpaqueError(f"ONNX Runtime cannot run the raised node: {error}") from error
-
-    def _replace(
-        self,
-        candidate: Candidate,
-        variant: AttentionVariant,
-        derived: DerivedMask,
-        dims: Dimensions,
-        name: str,
-    ) -> None:
-        builder = NodeBuilder()
-        query, key, value = (
-            builder.operand(o, o.value) for o in (candidate.query, candidate.key, candidate.value)
-        )
-        shared = self._shared_inputs(builder, query, key, variant, derived, dims)
-        output = builder.attention(variant, query, key, value, shared, name)
+        shared = self._shared_inputs(builder, query, key, proved)
+        output = builder.attention(proved.variant, query, key, value, shared, name)
         if candidate.query.heads:
             output = builder.packed(output)
         old = candidate.output
@@ -193,23 +247,24 @@ class _Raiser:
         source_name, old.name = old.name, f"{old.name}.source"
         output.name = source_name
         ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+        self._replaced[old] = output
 
     def _shared_inputs(
-        self,
-        builder: NodeBuilder,
-        query: ir.Value,
-        key: ir.Value,
-        variant: AttentionVariant,
-        derived: DerivedMask,
-        dims: Dimensions,
+        self, builder: NodeBuilder, query: ir.Value, key: ir.Value, proved: _Proved
     ) -> SharedInputs:
         """Key mask and positions, built once for all sites with the same lengths and padding."""
-        cache_key = (derived.padding_input, derived.predicate.alignment, dims)
+        derived, shape = proved.derived, proved.shape
+        cache_key = (
+            derived.padding_input,
+            derived.padding_test,
+            derived.predicate.alignment,
+            (shape.batch, shape.query_len, shape.kv_len),
+        )
         shared = self._shared.get(cache_key, SharedInputs())
         padding = self._padding(derived)
         if padding is not None and shared.key_mask is None:
-            shared = replace(shared, key_mask=builder.key_mask(padding))
-        if needs_positions(variant) and shared.query_positions is None:
+            shared = replace(shared, key_mask=_key_mask(builder, padding, derived))
+        if needs_positions(proved.variant) and shared.query_positions is None:
             positions = builder.positions(query, key, shared.key_mask, derived.predicate.alignment)
             shared = SharedInputs(shared.key_mask, *positions)
         self._shared[cache_key] = shared
@@ -222,6 +277,14 @@ class _Raiser:
             name = f"{name}#{index}"
         self._names.add(name)
         return name
+
+
+def _key_mask(builder: NodeBuilder, padding: ir.Value, derived: DerivedMask) -> ir.Value:
+    if derived.padding_test == "nonzero":
+        return builder.key_mask(padding)
+    as_float = builder.op("Cast", padding, to=int(ir.DataType.FLOAT))
+    one = builder.op("Constant", value_float=1.0)
+    return builder.op("Equal", as_float, one, dtype=ir.DataType.BOOL)
 
 
 def _module_path(node: ir.Node) -> str:

@@ -7,50 +7,26 @@ and ``probe`` prove what they mean.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from fractions import Fraction
+from typing import Literal
 
 import onnx_ir as ir
 
-from subquad.passes.recognise.expressions import Affine, OpaqueError
-from subquad.passes.recognise.mask import HIDDEN_BELOW
+from subquad.kernels.operator import DOMAIN
+from subquad.passes.recognise.expressions import ONE, Affine, OpaqueError, position
+from subquad.passes.recognise.layout import (
+    Operand,
+    as_key,
+    as_query,
+    as_value,
+    before_repetition,
+)
+from subquad.passes.recognise.mask import HIDDEN_BELOW, Mask, ScoreShape
 from subquad.passes.recognise.symbolic import Interpreter
 from subquad.runtime.errors import Rejection
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A value read in layout ``[batch, heads, length, dim]``.
-
-    Attributes:
-        value: the value in the source graph.
-        perm: transposition that gives the layout, or None.
-        heads: for a packed ``[batch, length, heads * dim]`` value, the number of heads, else 0.
-    """
-
-    value: ir.Value
-    perm: tuple[int, int, int, int] | None = None
-    heads: int = 0
-
-    def shape(self, interpreter: Interpreter) -> tuple[Affine, ...]:
-        """``(batch, heads, length, dim)`` as affine terms.
-
-        Raises:
-            OpaqueError: the rank is not the expected one.
-        """
-        dims = interpreter.tensor(self.value).shape
-        if self.heads:
-            if len(dims) != 3 or not dims[2].is_constant:
-                raise OpaqueError(f"{self.value.name!r} is not [batch, length, heads * dim]")
-            width = int(dims[2].constant) // self.heads
-            return dims[0], Affine((), self.heads), dims[1], Affine((), width)
-        if len(dims) != 4:
-            raise OpaqueError(f"{self.value.name!r} has rank {len(dims)}, expected 4")
-        return tuple(dims[p] for p in self.perm) if self.perm else dims
-
-
-MaskKind: TypeAlias = Literal["visible", "hidden", "additive"]
-Mask: TypeAlias = tuple[ir.Value, MaskKind]
 
 
 @dataclass(frozen=True)
@@ -72,6 +48,7 @@ class Candidate:
         anchor: the Attention or Softmax node.
         query, key, value: operands; ``key`` and ``value`` before any repetition for GQA.
         masks: values and how they act: ``visible`` / ``hidden`` (boolean) or ``additive``.
+        mask_axes: axes of the scores, to which masks are broadcast.
         scale, softcap: as in ``AttentionSite``.
         is_causal: the operator itself is causal.
         sizes: static sizes, checked to be consistent.
@@ -84,28 +61,86 @@ class Candidate:
     key: Operand
     value: Operand
     masks: tuple[Mask, ...]
+    mask_axes: int
     scale: float
     softcap: float
     is_causal: bool
     sizes: Sizes
     output: ir.Value
 
+    def score_shape(self, interpreter: Interpreter) -> ScoreShape:
+        query, key = self.query.shape(interpreter), self.key.shape(interpreter)
+        heads = query[1] if self.mask_axes == 4 else None
+        return ScoreShape(query[0], heads, query[2], key[2])
 
-def find_candidates(model: ir.Model) -> list[Candidate | Rejection]:
-    """Every ``Attention`` and every ``Softmax`` of the main graph, read or rejected, in order."""
-    interpreter = Interpreter()
+
+def find_candidates(model: ir.Model, interpreter: Interpreter) -> list[Candidate | Rejection]:
+    """Every ``Attention`` and every ``Softmax`` of the model, read or rejected, in order."""
     found: list[Candidate | Rejection] = []
     for node in model.graph:
-        if node.domain not in ("", "ai.onnx"):
-            continue
-        if node.op_type not in ("Attention", "Softmax"):
+        if not _is_anchor(node):
             continue
         read = _read_attention if node.op_type == "Attention" else _read_softmax
         try:
-            found.append(read(node, interpreter))
+            candidate = read(node, interpreter)
+            _check(candidate, interpreter)
+            found.append(candidate)
         except OpaqueError as error:
-            found.append(Rejection(str(error), where=node.name or str(node.outputs[0].name)))
-    return found
+            found.append(Rejection(str(error), where=node_label(node)))
+    return [*found, *_hidden_anchors(model)]
+
+
+def node_label(node: ir.Node) -> str:
+    """How reports call a node of the source."""
+    return node.name or str(node.outputs[0].name)
+
+
+def _is_anchor(node: ir.Node) -> bool:
+    return node.domain in ("", "ai.onnx") and node.op_type in ("Attention", "Softmax")
+
+
+def _hidden_anchors(model: ir.Model) -> Iterator[Rejection]:
+    """Attention inside branches, loops and functions is found, and left alone."""
+    for node in model.graph.all_nodes():
+        if _is_anchor(node) and node.graph is not model.graph:
+            yield Rejection(
+                f"{node.op_type} inside a subgraph (If, Loop or Scan) is not raised: only the "
+                "main graph is searched",
+                where=node_label(node),
+            )
+    for function in model.functions.values():
+        if function.domain == DOMAIN:
+            continue
+        for node in function.all_nodes():
+            if _is_anchor(node):
+                yield Rejection(
+                    f"{node.op_type} inside function {function.domain}::{function.name} is not "
+                    "raised: inline the functions of the model first",
+                    where=node_label(node),
+                )
+
+
+def _check(candidate: Candidate, interpreter: Interpreter) -> None:
+    """What replacing needs to know: element types, and batch rows that correspond."""
+    operands = (candidate.query, candidate.key, candidate.value)
+    shapes = [operand.shape(interpreter) for operand in operands]
+    for what, operand, shape in zip(("query", "key", "value"), operands, shapes, strict=True):
+        dtype = interpreter.tensor(operand.value).dtype
+        if dtype is None:
+            raise OpaqueError(
+                f"{what} {operand.value.name!r} has no known type: infer shapes first"
+            )
+        if dtype != ir.DataType.FLOAT:
+            raise OpaqueError(f"{what} is {dtype.name}: only float32 attention is raised")
+        mismatch = shape[0] - shapes[0][0]
+        one = shape[0] == ONE or shapes[0][0] == ONE
+        if mismatch != Affine() and (mismatch.is_constant or one):
+            raise OpaqueError(
+                f"{what} has batch size {shape[0]}, query {shapes[0][0]}: one is broadcast"
+            )
+    lengths = shapes[1][2] - shapes[2][2]
+    if lengths.is_constant and lengths != Affine():
+        raise OpaqueError(f"key has length {shapes[1][2]}, value {shapes[2][2]}")
 
 
 # --- the Attention operator ----------------------------------------------------------------
@@ -123,10 +158,13 @@ def _read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
     used = [o.name for o in node.outputs[1:] if o.uses() or o.is_graph_output()]
     if used:
         raise OpaqueError(f"further outputs of Attention are used: {', '.join(map(str, used))}")
+    packed = len(interpreter.tensor(query).shape) == 3
     heads, kv_heads = _int(node, "q_num_heads"), _int(node, "kv_num_heads")
-    query_operand = Operand(query, heads=heads)
-    key_operand = _before_repetition(Operand(key, heads=kv_heads), interpreter)
-    value_operand = _before_repetition(Operand(value, heads=kv_heads), interpreter)
+    if packed and not (heads and kv_heads):
+        raise OpaqueError("Attention of three axes without q_num_heads and kv_num_heads")
+    query_operand = Operand(query, heads=heads if packed else 0)
+    key_operand = before_repetition(Operand(key, heads=kv_heads if packed else 0), interpreter)
+    value_operand = before_repetition(Operand(value, heads=kv_heads if packed else 0), interpreter)
     scale = node.attributes.get("scale")
     head_dim = query_operand.shape(interpreter)[3]
     if scale is None and not head_dim.is_constant:
@@ -134,7 +172,8 @@ def _read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
     softcap = node.attributes.get("softcap")
     masks: tuple[Mask, ...] = ()
     if mask is not None:
-        masks = ((mask, "visible" if mask.dtype == ir.DataType.BOOL else "additive"),)
+        is_bool = interpreter.tensor(mask).dtype == ir.DataType.BOOL
+        masks = ((mask, "visible" if is_bool else "additive"),)
     return Candidate(
         form="Attention",
         anchor=node,
@@ -142,6 +181,7 @@ def _read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
         key=key_operand,
         value=value_operand,
         masks=masks,
+        mask_axes=4,
         scale=float(head_dim.constant) ** -0.5 if scale is None else scale.as_float(),
         softcap=0.0 if softcap is None else softcap.as_float(),
         is_causal=bool(_int(node, "is_causal")),
@@ -159,17 +199,24 @@ def _int(node: ir.Node, name: str, default: int = 0) -> int:
 
 # Operators that may stand between the score product and the softmax.
 _TRANSPARENT = ("Cast", "Identity", "Add", "Where", "Mul", "Div", "Tanh")
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def _read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
+    output = _output_product(node, interpreter)
     scores = _input(node, 0)
     rank = len(interpreter.tensor(scores).shape)
     axis = _int(node, "axis", -1)
     if axis not in (-1, rank - 1):
         raise OpaqueError(f"softmax over axis {axis}, not over keys")
     masks, value = _peel_masks(scores, interpreter)
-    softcap, value = _peel_softcap(value, interpreter)
     scale, value = _peel_scale(value, interpreter)
+    softcap = Fraction(0)
+    tanh = value.producer()
+    if tanh is not None and tanh.op_type == "Tanh":
+        # c * tanh(f * x) is the softcap c of the scores (f * c) * x.
+        inner, value = _peel_scale(_input(tanh, 0), interpreter)
+        softcap, scale = abs(scale), scale * inner
     _require_only_use(value)
     product = value.producer()
     if product is None or product.op_type != "MatMul":
@@ -177,10 +224,9 @@ def _read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
         raise OpaqueError(f"expected query x key before scale, softcap and masks, found {what}")
     query_scale, query = _peel_scale(_input(product, 0), interpreter)
     key_scale, key = _peel_scale(_input(product, 1), interpreter)
-    output = _output_product(node)
-    query_operand = Operand(query)
-    key_operand = _before_repetition(_untransposed(key), interpreter)
-    value_operand = _before_repetition(Operand(_input(output, 1)), interpreter)
+    query_operand = as_query(query, interpreter)
+    key_operand = as_key(key, interpreter)
+    value_operand = as_value(_input(output, 1), interpreter)
     return Candidate(
         form="decomposed",
         anchor=node,
@@ -188,17 +234,19 @@ def _read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
         key=key_operand,
         value=value_operand,
         masks=tuple(masks),
-        scale=scale * query_scale * key_scale,
-        softcap=softcap,
+        mask_axes=rank,
+        scale=float(scale * query_scale * key_scale),
+        softcap=float(softcap),
         is_causal=False,
         sizes=_sizes(query_operand, key_operand, value_operand, interpreter),
         output=output.outputs[0],
     )
 
 
-def _input(node: ir.Node, position: int) -> ir.Value:
-    value = node.inputs[position]
-    assert value is not None
+def _input(node: ir.Node, number: int) -> ir.Value:
+    value = node.inputs[number]
+    if value is None:
+        raise OpaqueError(f"input {number} of {node.op_type} {node_label(node)!r} is absent")
     return value
 
 
@@ -207,12 +255,16 @@ def _require_only_use(value: ir.Value) -> None:
         raise OpaqueError(f"the intermediate value {value.name!r} is used elsewhere too")
 
 
-def _through_casts(value: ir.Value) -> ir.Value:
-    node = value.producer()
-    while node is not None and node.op_type in ("Cast", "Identity"):
-        value = _input(node, 0)
+def _through_casts(value: ir.Value, interpreter: Interpreter) -> ir.Value:
+    """Skip casts that keep float32, and those to a wider type and back."""
+    while True:
         node = value.producer()
-    return value
+        if node is None or node.op_type not in ("Cast", "Identity"):
+            return value
+        source = _input(node, 0)
+        if interpreter.tensor(source).dtype not in _FLOATS:
+            return value
+        value = source
 
 
 def _carries_scores(value: ir.Value) -> bool:
@@ -235,113 +287,112 @@ def _peel_masks(value: ir.Value, interpreter: Interpreter) -> tuple[list[Mask], 
     """Masks added to, or selecting, the scores; nearest the softmax first."""
     masks: list[Mask] = []
     while True:
-        value = _through_casts(value)
+        value = _through_casts(value, interpreter)
         node = value.producer()
         if node is None or node.op_type not in ("Add", "Where"):
             return masks, value
-        _require_only_use(value)
         if node.op_type == "Add":
             left, right = _input(node, 0), _input(node, 1)
             carrying = [_carries_scores(left), _carries_scores(right)]
             if carrying == [True, True]:
                 raise OpaqueError("two computed terms are added: a score bias, not a mask")
             if carrying == [False, False]:
-                raise OpaqueError("no matrix product before the softmax")
+                raise OpaqueError("no matrix product before the softmax: not an attention")
             value, mask = (left, right) if carrying[0] else (right, left)
             masks.append((mask, "additive"))
             continue
         condition, chosen, other = (_input(node, i) for i in range(3))
         value, fill = (chosen, other) if _carries_scores(chosen) else (other, chosen)
-        constant = _scalar(fill, interpreter)
-        if constant is None or constant > HIDDEN_BELOW:
-            raise OpaqueError(f"masked scores are set to {constant}, not to a large negative value")
+        filled = _uniform(fill, interpreter)
+        if filled is None or not filled <= HIDDEN_BELOW:
+            what = "values that vary" if filled is None else f"{filled:g}"
+            raise OpaqueError(f"masked scores are set to {what}, not to a large negative value")
         masks.append((condition, "visible" if value is chosen else "hidden"))
 
 
-def _peel_softcap(value: ir.Value, interpreter: Interpreter) -> tuple[float, ir.Value]:
-    """``cap * tanh(x / cap)`` -> cap and x; 0 and the value itself without one."""
-    node = value.producer()
-    if node is None or node.op_type != "Mul":
-        return 0.0, value
-    for position in (0, 1):
-        tanh = _input(node, position).producer()
-        cap = _scalar(_input(node, 1 - position), interpreter)
-        if tanh is None or tanh.op_type != "Tanh" or cap is None:
-            continue
-        factor, inner = _peel_scale(_input(tanh, 0), interpreter)
-        for used in (value, tanh.outputs[0], _input(tanh, 0)):
-            _require_only_use(used)
-        # tanh(factor * x) with factor = scale / cap: the rest of the factor is the scale.
-        scaled = _scale_of_softcap(factor, cap)
-        if scaled != 1.0:
-            raise OpaqueError(f"tanh softcap of {cap:g} with inner factor {factor:g}")
-        return cap, inner
-    return 0.0, value
-
-
-def _scale_of_softcap(factor: float, cap: float) -> float:
-    scale = factor * cap
-    return 1.0 if abs(scale - 1.0) < 1e-5 else scale
-
-
-def _peel_scale(value: ir.Value, interpreter: Interpreter) -> tuple[float, ir.Value]:
-    """Factors and divisors that are one-element constants -> their product and the rest."""
-    scale = 1.0
+def _peel_scale(value: ir.Value, interpreter: Interpreter) -> tuple[Fraction, ir.Value]:
+    """Factors and divisors that are the same everywhere -> their exact product and the rest."""
+    scale = Fraction(1)
     while True:
-        value = _through_casts(value)
+        value = _through_casts(value, interpreter)
         node = value.producer()
         if node is None or node.op_type not in ("Mul", "Div"):
             return scale, value
         left, right = _input(node, 0), _input(node, 1)
-        factor = _scalar(right, interpreter)
+        factor = _factor(right, interpreter)
         if factor is not None:
-            scale, value = scale * (1 / factor if node.op_type == "Div" else factor), left
+            scale, value = (scale / factor if node.op_type == "Div" else scale * factor), left
             continue
-        factor = _scalar(left, interpreter) if node.op_type == "Mul" else None
+        factor = _factor(left, interpreter) if node.op_type == "Mul" else None
         if factor is None:
             return scale, value
         scale, value = scale * factor, right
 
 
-def _scalar(value: ir.Value, interpreter: Interpreter) -> float | None:
-    """The value of a one-element constant, also when the graph computes it from fixed sizes."""
-    tensor = interpreter.tensor(value)
-    if any(dim != Affine((), 1) for dim in tensor.shape):
+def _factor(value: ir.Value, interpreter: Interpreter) -> Fraction | None:
+    """A finite constant other than zero."""
+    number = _uniform(value, interpreter)
+    if number is None or number == 0 or not math.isfinite(number):
         return None
+    return Fraction(number)
+
+
+def _uniform(value: ir.Value, interpreter: Interpreter) -> float | None:
+    """The value of all elements, also when the graph computes it from fixed sizes."""
     try:
-        term = tensor.scalar()
+        dims = interpreter.tensor(value).shape
+        index = tuple(position(f"x{axis}", dim) for axis, dim in enumerate(dims))
+        term = interpreter.element(value, index)
     except OpaqueError:
         return None  # computed from activations: not a scale
-    if not isinstance(term, Affine) or not term.is_constant or term.constant == 0:
+    if not isinstance(term, Affine) or not term.is_constant:
         return None
     return float(term.constant)
 
 
-def _output_product(softmax: ir.Node) -> ir.Node:
+def _output_product(softmax: ir.Node, interpreter: Interpreter) -> ir.Node:
     """The product of attention weights and values; only casts and NaN guards may stand between."""
     weights = softmax.outputs[0]
     while True:
         users = list(dict.fromkeys(use.node for use in weights.uses()))
         if weights.is_graph_output() or not users:
-            raise OpaqueError("the attention weights are an output of the graph, or unused")
-        guard = next((n for n in users if n.op_type == "Where"), None)
-        if guard is not None and len(users) == 2 and guard.inputs[2] is weights:
-            condition = _input(guard, 0).producer()
-            if condition in users and condition is not None and condition.op_type == "IsNaN":
-                weights = guard.outputs[0]
-                continue
+            raise OpaqueError("the softmax is an output of the graph, or unused")
+        guarded = _after_nan_guard(weights, users, interpreter)
+        if guarded is not None:
+            weights = guarded
+            continue
         if len(users) != 1:
-            raise OpaqueError("the attention weights are used elsewhere too")
+            raise OpaqueError("the softmax is used in several places: its weights are needed")
         node = users[0]
         if node.op_type in ("Cast", "Identity", "Dropout"):
             weights = node.outputs[0]
             continue
         if node.op_type == "MatMul" and node.inputs[0] is weights:
+            if node.inputs[1] is weights or node.graph is not softmax.graph:
+                raise OpaqueError("the softmax is multiplied by itself, or inside a subgraph")
             return node
-        raise OpaqueError(f"the attention weights go into {node.op_type}, not into a value product")
+        raise OpaqueError(
+            f"the softmax goes into {node.op_type}, not into a product with values: no attention"
+        )
 
 
-# --- layouts -------------------------------------------------------------------------------
+def _after_nan_guard(
+    weights: ir.Value, users: list[ir.Node], interpreter: Interpreter
+) -> ir.Value | None:
+    """``where(isnan(w), 0, w)``: rows that see no key become zeros, as raised nodes have them."""
+    guard = next((n for n in users if n.op_type == "Where"), None)
+    if guard is None or len(users) != 2 or guard.inputs[2] is not weights:
+        return None
+    condition = _input(guard, 0).producer()
+    if condition is None or condition not in users or condition.op_type != "IsNaN":
+        return None
+    fill = _uniform(_input(guard, 1), interpreter)
+    if fill != 0.0:
+        raise OpaqueError(f"weights that are NaN are set to {fill}, not to zero")
+    return guard.outputs[0]
+
+
+# --- sizes ---------------------------------------------------------------------------------
 
 
 def _sizes(query: Operand, key: Operand, value: Operand, interpreter: Interpreter) -> Sizes:
@@ -354,8 +405,8 @@ def _sizes(query: Operand, key: Operand, value: Operand, interpreter: Interprete
                     f"{what}: the {name} must be a fixed integer, got {dim}; "
                     "re-export with a static head count and dimension"
                 )
-    (_, heads, _, head_dim), (_, kv_heads, _, key_dim), (_, value_heads, _, value_dim) = (
-        [int(dim.constant) if dim.is_constant else 0 for dim in shape] for shape in shapes
+    (heads, head_dim), (kv_heads, key_dim), (value_heads, value_dim) = (
+        (int(shape[1].constant), int(shape[3].constant)) for shape in shapes
     )
     if key_dim != head_dim or value_heads != kv_heads or heads % max(kv_heads, 1):
         raise OpaqueError(
@@ -363,49 +414,3 @@ def _sizes(query: Operand, key: Operand, value: Operand, interpreter: Interprete
             f"value {value_heads}: not an attention"
         )
     return Sizes(heads, kv_heads, head_dim, value_dim)
-
-
-def _untransposed(transposed_key: ir.Value) -> Operand:
-    """Key in ``[batch, heads, length, dim]`` from the second factor of the score product."""
-    node = transposed_key.producer()
-    if node is not None and node.op_type == "Transpose" and "perm" in node.attributes:
-        perm = tuple(node.attributes["perm"].as_ints())
-        if len(perm) == 4:
-            swapped = (perm[0], perm[1], perm[3], perm[2])
-            return Operand(_input(node, 0), None if swapped == (0, 1, 2, 3) else swapped)
-    return Operand(transposed_key, (0, 1, 3, 2))
-
-
-def _before_repetition(operand: Operand, interpreter: Interpreter) -> Operand:
-    """Skip the repetition of key/value heads for grouped queries.
-
-    Accepts ``[B, G, N, D] -> Unsqueeze(2) -> Expand -> Reshape [B, G * repeats, N, D]``, where
-    head ``g * repeats + r`` of the result is head ``g``.
-    """
-    if operand.perm is not None or operand.heads:
-        return operand
-    reshape = operand.value.producer()
-    expand = None if reshape is None else _producer(reshape, "Reshape")
-    unsqueeze = None if expand is None else _producer(expand, "Expand")
-    if reshape is None or expand is None or unsqueeze is None or unsqueeze.op_type != "Unsqueeze":
-        return operand
-    source = interpreter.tensor(_input(unsqueeze, 0)).shape
-    wide = interpreter.tensor(expand.outputs[0]).shape
-    final = interpreter.tensor(reshape.outputs[0]).shape
-    between = interpreter.tensor(unsqueeze.outputs[0]).shape
-    if len(source) != 4 or len(wide) != 5 or len(final) != 4:
-        return operand
-    if between != (*source[:2], Affine((), 1), *source[2:]):
-        return operand
-    # Batch and length may carry different names on both sides; Expand cannot change them.
-    fixed = (source[1], source[3], wide[1], wide[2], wide[4], final[1], final[3])
-    if not all(dim.is_constant for dim in fixed) or (wide[1], wide[4]) != (source[1], source[3]):
-        return operand
-    if final[1].constant != source[1].constant * wide[2].constant or final[3] != source[3]:
-        return operand
-    return Operand(_input(unsqueeze, 0))
-
-
-def _producer(node: ir.Node, op_type: str) -> ir.Node | None:
-    """Producer of the first input of ``node``, if ``node`` is an ``op_type``."""
-    return _input(node, 0).producer() if node.op_type == op_type else None

@@ -2,17 +2,22 @@
 
 A mask element is a term over the output indices. Affine integer terms carry positions and
 lengths; a comparison of two becomes an atom ``affine >= 0``; an element of a graph input is an
-atom with value 0 or 1; everything else applies a function to such terms. Because every term is a
-function of its atoms alone, trying all truth assignments decides what a mask means for *all*
-lengths and paddings.
+atom; everything else applies a function to such terms. Because every term is a function of its
+atoms alone, trying all values of the atoms decides what a mask means for *all* lengths and
+paddings.
+
+Terms are simplified where they are made (``apply``, ``compare``, ``where``): comparisons that hold
+for every position are decided, so what is left is what a reader wants to see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 Number: TypeAlias = int | float
@@ -23,80 +28,115 @@ class OpaqueError(Exception):
 
 
 @dataclass(frozen=True)
+class Symbol:
+    """An index in ``[0, extent)`` or, without an extent, the size of a dimension (``>= 1``)."""
+
+    name: str
+    extent: Affine | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def order(self) -> tuple[str, bool, str]:
+        return self.name, self.extent is None, str(self.extent)
+
+
+@dataclass(frozen=True)
 class Affine:
-    """``sum(coefficient * symbol) + constant``; symbols are indices or dimension names."""
+    """``sum(coefficient * symbol) + constant``."""
 
-    terms: tuple[tuple[str, Number], ...] = ()
+    terms: tuple[tuple[Symbol, Number], ...] = ()
     constant: Number = 0
-
-    @staticmethod
-    def symbol(name: str) -> Affine:
-        return Affine(((name, 1),))
 
     @property
     def is_constant(self) -> bool:
         return not self.terms
 
     def __add__(self, other: Affine) -> Affine:
+        if not other.terms:
+            return Affine(self.terms, self.constant + other.constant)
         merged = dict(self.terms)
-        for name, coefficient in other.terms:
-            merged[name] = merged.get(name, 0) + coefficient
-        return Affine(
-            tuple(sorted((n, c) for n, c in merged.items() if c != 0)),
-            self.constant + other.constant,
-        )
+        for symbol, coefficient in other.terms:
+            merged[symbol] = merged.get(symbol, 0) + coefficient
+        kept = sorted(((s, c) for s, c in merged.items() if c != 0), key=lambda t: t[0].order)
+        return Affine(tuple(kept), self.constant + other.constant)
 
     def scaled(self, factor: Number) -> Affine:
         if factor == 0:
             return Affine()
-        return Affine(tuple((n, c * factor) for n, c in self.terms), self.constant * factor)
+        return Affine(tuple((s, c * factor) for s, c in self.terms), self.constant * factor)
 
     def __sub__(self, other: Affine) -> Affine:
         return self + other.scaled(-1)
 
-    def coefficient(self, name: str) -> Number:
-        return dict(self.terms).get(name, 0)
+    def coefficient(self, symbol: Symbol) -> Number:
+        return next((c for s, c in self.terms if s == symbol), 0)
 
-    def without(self, *names: str) -> Affine:
-        return Affine(tuple((n, c) for n, c in self.terms if n not in names), self.constant)
+    def without(self, *symbols: Symbol) -> Affine:
+        return Affine(tuple((s, c) for s, c in self.terms if s not in symbols), self.constant)
+
+    @property
+    def symbols(self) -> tuple[Symbol, ...]:
+        return tuple(symbol for symbol, _ in self.terms)
+
+    def value(self, sizes: Mapping[Symbol, int]) -> Number:
+        """The number it stands for under sizes (and indices) of all its symbols."""
+        return self.constant + sum(c * sizes[s] for s, c in self.terms)
 
     def __str__(self) -> str:
-        parts = [n if c == 1 else f"-{n}" if c == -1 else f"{c}*{n}" for n, c in self.terms]
+        parts = [str(s) if c == 1 else f"-{s}" if c == -1 else f"{c}*{s}" for s, c in self.terms]
         if self.constant or not parts:
-            parts.append(str(self.constant))
+            parts.append(f"{self.constant:g}")
         return " + ".join(parts).replace("+ -", "- ")
 
 
 @dataclass(frozen=True)
 class AtLeastZero:
-    """Atom: the integer expression is ``>= 0``."""
+    """Atom: the integer expression is ``>= 0``. Made by ``at_least_zero`` only."""
 
     affine: Affine
 
     def __str__(self) -> str:
-        return f"({self.affine} >= 0)"
+        left = [(s, c) for s, c in self.affine.terms if c > 0]
+        right = [(s, -c) for s, c in self.affine.terms if c < 0]
+        number = self.affine.constant
+        return (
+            f"{Affine(tuple(left), max(number, 0))} >= {Affine(tuple(right), -min(number, 0))}"
+            if left
+            else f"{Affine(tuple(right), -min(number, 0))} <= {Affine((), max(number, 0))}"
+        )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Atom: one element of a graph input whose values are unknown (taken as 0 or 1)."""
+    """Atom: one element of a graph input, of unknown value."""
 
     source: str
     index: tuple[Affine, ...]
+    dtype: str = "int64"
 
     def __str__(self) -> str:
         return f"{self.source}[{', '.join(map(str, self.index))}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Apply:
-    """A function of other terms, by ONNX operator name."""
+    """A function of other terms, by ONNX operator name; equal only to itself (terms are shared).
+
+    Attributes:
+        op, args: the function and what it is applied to.
+        dtype: its value is rounded to this type, as the graph does.
+        choices: for ``Where``, the positions among the values it selects from, with repetition.
+    """
 
     op: str
     args: tuple[Term, ...]
+    dtype: str
+    choices: int = 0
 
     def __str__(self) -> str:
-        return f"{self.op}({', '.join(map(str, self.args))})"
+        return f"{self.op}(…)"
 
 
 Term: TypeAlias = Affine | AtLeastZero | Entry | Apply
@@ -107,39 +147,161 @@ def constant(value: Number | bool) -> Affine:
     return Affine((), int(value) if isinstance(value, bool | np.bool_) else value)
 
 
+ZERO = constant(0)
+ONE = constant(1)
+
+
+def dimension(name: str) -> Affine:
+    """The size of a dimension as a term."""
+    return Affine(((Symbol(name), 1),))
+
+
+def position(name: str, extent: Affine) -> Affine:
+    """An index along an axis of this size as a term; 0 where there is only one."""
+    return ZERO if extent == ONE else Affine(((Symbol(name, extent), 1),))
+
+
+def minimum(affine: Affine) -> Number | None:
+    """A proved lower bound of an affine term, or None."""
+    total = constant(affine.constant)
+    for symbol, coefficient in affine.terms:
+        if symbol.extent is None:
+            total = total + Affine(((symbol, coefficient),))
+        elif coefficient < 0:
+            total = total + (symbol.extent - ONE).scaled(coefficient)
+    if any(coefficient < 0 for _, coefficient in total.terms):
+        return None
+    # Dimensions are 1 at least.
+    return total.constant + sum(coefficient for _, coefficient in total.terms)
+
+
+# --- comparisons ---------------------------------------------------------------------------
+
+
+def at_least_zero(affine: Affine) -> Term:
+    """``affine >= 0`` for whole coefficients: decided if it always or never holds, else an atom."""
+    if affine.is_constant:
+        return constant(affine.constant >= 0)
+    divisor = math.gcd(*(int(c) for _, c in affine.terms))
+    terms = tuple((s, int(c) // divisor) for s, c in affine.terms)
+    whole = Affine(terms, math.floor(affine.constant / divisor))
+    low = minimum(whole)
+    if low is not None and low >= 0:
+        return ONE
+    low = minimum(whole.scaled(-1))
+    if low is not None and low > 0:
+        return ZERO
+    return AtLeastZero(whole)
+
+
 def negate(term: Term) -> Term:
     """Logical not, kept as an atom where possible (integers: not x >= 0 is -x - 1 >= 0)."""
     if isinstance(term, AtLeastZero):
-        return AtLeastZero(term.affine.scaled(-1) - constant(1))
+        return at_least_zero(term.affine.scaled(-1) - ONE)
     if isinstance(term, Affine) and term.is_constant:
-        return constant(int(term.constant == 0))
-    return Apply("Not", (term,))
+        return constant(term.constant == 0)
+    if isinstance(term, Apply) and term.op == "Not":
+        return truth(term.args[0])
+    return Apply("Not", (term,), "bool")
+
+
+def truth(term: Term) -> Term:
+    """``term != 0``."""
+    if isinstance(term, Affine) and term.is_constant:
+        return constant(term.constant != 0)
+    if isinstance(term, AtLeastZero | Entry):
+        return term if isinstance(term, AtLeastZero) else Apply("Bool", (term,), "bool")
+    if isinstance(term, Apply) and term.dtype == "bool":
+        return term
+    return Apply("Bool", (term,), "bool")
+
+
+def _whole(affine: Affine) -> bool:
+    """Whether the coefficients are whole numbers that float32 positions keep exact."""
+    return all(float(c).is_integer() and abs(c) <= 1 << 16 for _, c in affine.terms)
 
 
 def compare(op: str, left: Term, right: Term) -> Term:
     """Comparison of two terms; affine integers give atoms."""
     if isinstance(left, Affine) and isinstance(right, Affine):
         if left.is_constant and right.is_constant:
-            return constant(int(_COMPARE[op](left.constant, right.constant)))
+            return constant(_COMPARE[op](left.constant, right.constant))
         difference = left - right
-        numbers = [c for _, c in difference.terms] + [difference.constant]
-        if all(float(n).is_integer() for n in numbers):
-            one = constant(1)
-            if op == "GreaterOrEqual":
-                return AtLeastZero(difference)
-            if op == "Greater":
-                return AtLeastZero(difference - one)
-            if op == "LessOrEqual":
-                return AtLeastZero(difference.scaled(-1))
-            if op == "Less":
-                return AtLeastZero(difference.scaled(-1) - one)
-            if op == "Equal":
-                both = (AtLeastZero(difference), AtLeastZero(difference.scaled(-1)))
-                return Apply("And", both)
-    return Apply(op, (left, right))
+        if _whole(difference) and math.isfinite(difference.constant):
+            return _compare_whole(op, difference)
+        # An infinite constant decides; NaN makes every comparison false.
+        if _whole(difference):
+            return constant(_COMPARE[op](difference.constant, 0))
+    return Apply(op, (left, right), "bool")
 
 
-_COMPARE = {
+def _compare_whole(op: str, difference: Affine) -> Term:
+    """``sum(whole) + c`` against zero, where ``c`` may be a fraction."""
+    whole, rest = Affine(difference.terms), difference.constant
+    at_least = whole + constant(math.floor(rest))  # x + c >= 0
+    above = whole + constant(math.ceil(rest) - 1)  # x + c > 0
+    if op == "GreaterOrEqual":
+        return at_least_zero(at_least)
+    if op == "Greater":
+        return at_least_zero(above)
+    if op == "LessOrEqual":
+        return negate(at_least_zero(above))
+    if op == "Less":
+        return negate(at_least_zero(at_least))
+    if not float(rest).is_integer():
+        return ZERO
+    return both(at_least_zero(at_least), negate(at_least_zero(above)))
+
+
+def both(left: Term, right: Term) -> Term:
+    """Logical and."""
+    left, right = truth(left), truth(right)
+    if ZERO in (left, right):
+        return ZERO
+    if left == ONE or left == right:
+        return right
+    return left if right == ONE else Apply("And", (left, right), "bool")
+
+
+def either(left: Term, right: Term) -> Term:
+    """Logical or."""
+    left, right = truth(left), truth(right)
+    if ONE in (left, right):
+        return ONE
+    if left == ZERO or left == right:
+        return right
+    return left if right == ZERO else Apply("Or", (left, right), "bool")
+
+
+def where(condition: Term, chosen: Callable[[], Term], other: Callable[[], Term]) -> Term:
+    """Selection; a branch that is never taken is never made (it may lie outside the language)."""
+    condition = truth(condition)
+    if isinstance(condition, Affine):
+        return chosen() if condition.constant else other()
+    left, right = chosen(), other()
+    if left == right:
+        return left
+    choices = _choices(left) + _choices(right)
+    return Apply("Where", (condition, left, right), _dtype_of(left, right), choices)
+
+
+def _choices(term: Term) -> int:
+    if isinstance(term, Apply):
+        return term.choices
+    return int(isinstance(term, Affine) and not term.is_constant)
+
+
+def _dtype_of(*terms: Term) -> str:
+    """A type that holds the values of these terms; only ``Apply`` and ``Entry`` know theirs."""
+    for term in terms:
+        if isinstance(term, Apply | Entry):
+            return term.dtype
+    return "bool" if all(isinstance(t, AtLeastZero) or t in (ZERO, ONE) for t in terms) else "any"
+
+
+# --- functions -----------------------------------------------------------------------------
+
+_COMPARE: dict[str, Callable[[Number, Number], bool]] = {
     "GreaterOrEqual": lambda a, b: a >= b,
     "Greater": lambda a, b: a > b,
     "LessOrEqual": lambda a, b: a <= b,
@@ -147,113 +309,245 @@ _COMPARE = {
     "Equal": lambda a, b: a == b,
 }
 
-_FUNCTIONS = {
+
+def _divide(a: Number, b: Number) -> Number:
+    if isinstance(a, int) and isinstance(b, int):
+        if b == 0:
+            raise OpaqueError("an integer division by zero")
+        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+    return np.float64(a) / np.float64(b)
+
+
+def _modulo(a: Number, b: Number) -> Number:
+    if b == 0:
+        raise OpaqueError("a remainder by zero")
+    return a % b
+
+
+_FUNCTIONS: dict[str, Callable[..., Number]] = {
     **_COMPARE,
     "Add": lambda a, b: a + b,
     "Sub": lambda a, b: a - b,
     "Mul": lambda a, b: a * b,
-    "Div": lambda a, b: a / b,
-    "Min": min,
-    "Max": max,
+    "Div": _divide,
+    "Mod": _modulo,
+    "Fmod": lambda a, b: math.fmod(a, b) if b else math.nan,
+    # NaN passes through ONNX Min and Max.
+    "Min": lambda a, b: a if a != a or a < b else b,
+    "Max": lambda a, b: a if a != a or a > b else b,
     "Neg": lambda a: -a,
+    "Abs": abs,
+    "Sign": lambda a: (a > 0) - (a < 0),
+    "Floor": lambda a: np.floor(np.float64(a)),
+    "Ceil": lambda a: np.ceil(np.float64(a)),
+    "Round": lambda a: np.round(np.float64(a)),
     "And": lambda a, b: bool(a) and bool(b),
     "Or": lambda a, b: bool(a) or bool(b),
     "Xor": lambda a, b: bool(a) != bool(b),
     "Not": lambda a: not a,
-    "Where": lambda c, a, b: a if c else b,
     "Bool": bool,
+    "Cast": lambda a: a,
     "IsNaN": lambda a: a != a,
     "IsInf": lambda a: abs(a) == np.inf,
-    "Sqrt": lambda a: a**0.5,
-    "Pow": lambda a, b: a**b,
-    "Reciprocal": lambda a: 1 / a,
+    "Sqrt": lambda a: np.sqrt(np.float64(a)),
+    "Exp": lambda a: np.exp(np.float64(a)),
+    "Log": lambda a: np.log(np.float64(a)),
+    "Pow": lambda a, b: a**b if isinstance(a, int) and b >= 0 else np.float64(a) ** np.float64(b),
+    "Reciprocal": lambda a: np.float64(1) / np.float64(a),
 }
+
+FUNCTIONS = frozenset(_FUNCTIONS)
+
+_FLOATS: dict[str, type[np.generic]] = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+_MAX_CHOICES = 64
+# Types in which positions and small multiples of them are exact.
+EXACT_POSITIONS = ("int32", "int64", "float32", "float64", "any")
+
+
+def rounded(value: Number, dtype: str) -> Number:
+    """``value`` as a tensor of this type holds it; integers must fit."""
+    if dtype == "any":
+        return value
+    if dtype == "bool":
+        return int(bool(value))
+    if dtype in _FLOATS:
+        with np.errstate(all="ignore"):
+            return float(_FLOATS[dtype](value))
+    if not math.isfinite(value):
+        raise OpaqueError(f"{value} converted to {dtype}")
+    limits = np.iinfo(np.dtype(dtype))
+    if not limits.min <= int(value) <= limits.max:
+        raise OpaqueError(f"{value} does not fit {dtype}")
+    return int(value)
+
+
+def compute(op: str, values: list[Number], dtype: str) -> Number:
+    """One operator on numbers, rounded to its type as the graph rounds it."""
+    if dtype in _FLOATS:
+        # Twice the precision, then rounded: the correctly rounded result of one operation.
+        values = [np.float64(v) for v in values]
+    with np.errstate(all="ignore"):
+        return rounded(_FUNCTIONS[op](*values), dtype)
+
+
+def apply(op: str, args: tuple[Term, ...], dtype: str) -> Term:
+    """A function of terms of the operator's output type, simplified.
+
+    Raises:
+        OpaqueError: the operator takes positions out of the language.
+    """
+    if op not in FUNCTIONS:
+        raise OpaqueError(f"operator {op} is outside the mask language")
+    if all(isinstance(a, Affine) and a.is_constant for a in args):
+        return constant(compute(op, [a.constant for a in args if isinstance(a, Affine)], dtype))
+    if op == "Not":
+        return negate(args[0])
+    if op == "Bool":
+        return truth(args[0])
+    if op == "And":
+        return both(*args)
+    if op == "Or":
+        return either(*args)
+    for choice in args:
+        if isinstance(choice, Apply) and choice.choices:
+            return _lifted(op, args, dtype, choice)
+    if any(isinstance(a, Affine) and not a.is_constant for a in args):
+        result = _of_positions(op, args, dtype)
+        if result is not None:
+            return result
+    return compare(op, *args) if op in _COMPARE else Apply(op, args, dtype)
+
+
+def _lifted(op: str, args: tuple[Term, ...], dtype: str, choice: Apply) -> Term:
+    """``f(where(c, a, b), x)`` as ``where(c, f(a, x), f(b, x))``."""
+    if choice.choices > _MAX_CHOICES:
+        raise OpaqueError(f"a selection between more than {_MAX_CHOICES} positions")
+    condition, chosen, other = choice.args
+
+    def branch(taken: Term) -> Term:
+        return apply(op, tuple(taken if a is choice else a for a in args), dtype)
+
+    return where(condition, lambda: branch(chosen), lambda: branch(other))
+
+
+def _of_positions(op: str, args: tuple[Term, ...], dtype: str) -> Term | None:
+    """Arithmetic that keeps positions affine; None where it only names a function of them."""
+    if op not in _COMPARE and op not in ("Cast", "IsNaN", "IsInf") and dtype not in EXACT_POSITIONS:
+        raise OpaqueError(f"positions computed in {dtype}")
+    if not all(isinstance(a, Affine) for a in args):
+        return None
+    first = args[0]
+    second = args[1] if len(args) > 1 else first
+    assert isinstance(first, Affine) and isinstance(second, Affine)
+    if op == "Add":
+        return first + second
+    if op == "Sub":
+        return first - second
+    if op == "Neg":
+        return first.scaled(-1)
+    if op == "Mul" and (first.is_constant or second.is_constant):
+        factor, other = (first, second) if first.is_constant else (second, first)
+        return other.scaled(factor.constant) if math.isfinite(factor.constant) else None
+    if op == "Abs":
+        return where(at_least_zero(first), lambda: first, lambda: first.scaled(-1))
+    if op in ("Min", "Max") and _whole(first - second):
+        smaller = compare("LessOrEqual", first, second)
+        low, high = (first, second) if op == "Min" else (second, first)
+        return where(smaller, lambda: low, lambda: high)
+    if op in ("Floor", "Ceil", "Round") and _whole(first) and float(first.constant).is_integer():
+        return first
+    if op in ("IsNaN", "IsInf"):
+        return ZERO
+    if op == "Cast":
+        return _cast_position(first, dtype)
+    if op == "Div":
+        return _divided(first, second, dtype)
+    if op in ("Mod", "Fmod"):
+        raise OpaqueError(f"positions modulo {second}: a strided or block pattern, not a band")
+    return None
+
+
+def _cast_position(affine: Affine, dtype: str) -> Affine | None:
+    if dtype not in EXACT_POSITIONS:
+        raise OpaqueError(f"position {affine} converted to {dtype}")
+    if dtype.startswith("int") and not (_whole(affine) and float(affine.constant).is_integer()):
+        raise OpaqueError(f"position {affine} rounded to an integer: blocks, not a band")
+    return affine
+
+
+def _divided(affine: Affine, by: Affine, dtype: str) -> Affine | None:
+    if not by.is_constant or by.constant == 0:
+        return None
+    numbers = [c for _, c in affine.terms] + [affine.constant]
+    if dtype.startswith("int"):
+        if any(n % by.constant for n in numbers):
+            raise OpaqueError(f"positions divided by {by}: blocks, not a band")
+        return Affine(
+            tuple((s, int(c) // int(by.constant)) for s, c in affine.terms),
+            int(affine.constant) // int(by.constant),
+        )
+    return affine.scaled(1 / by.constant) if math.isfinite(by.constant) else None
+
+
+# --- reading terms -------------------------------------------------------------------------
 
 
 def atoms(term: Term) -> list[Atom]:
     """Distinct atoms in order of appearance."""
     found: dict[Atom, None] = {}
-
-    def visit(t: Term) -> None:
-        if isinstance(t, AtLeastZero | Entry):
-            found.setdefault(t, None)
-        elif isinstance(t, Apply):
-            for argument in t.args:
-                visit(argument)
-
-    visit(term)
+    seen: set[Apply] = set()
+    stack = [term]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, AtLeastZero | Entry):
+            found.setdefault(current, None)
+        elif isinstance(current, Apply) and current not in seen:
+            seen.add(current)
+            stack.extend(reversed(current.args))
     return list(found)
 
 
-def evaluate(term: Term, truth: Mapping[Atom, bool]) -> float:
-    """Value of a term under a truth assignment of its atoms, in float32 steps like the graph.
+def evaluate(
+    term: Term, values: Mapping[Atom, Number], sizes: Mapping[Symbol, int] | None = None
+) -> Number:
+    """Value of a term when its atoms have these values, in the precision of the graph.
+
+    Args:
+        term: the term.
+        values: of all its atoms (comparisons: 0 or 1); with ``sizes``, of entries only.
+        sizes: numbers for all symbols, to evaluate at one concrete position.
 
     Raises:
         OpaqueError: the value depends on a position itself, not only on comparisons.
     """
-    if isinstance(term, Affine):
-        if not term.is_constant:
-            raise OpaqueError(f"values depend on positions themselves ({term}), as a bias does")
-        return float(term.constant)
-    if isinstance(term, AtLeastZero | Entry):
-        return float(truth[term])
-    if term.op == "Where":  # lazily: the branch not taken may be undefined
-        chosen = term.args[1] if evaluate(term.args[0], truth) else term.args[2]
-        return evaluate(chosen, truth)
-    values = [np.float32(evaluate(a, truth)) for a in term.args]
-    with np.errstate(all="ignore"):
-        return float(np.float32(_FUNCTIONS[term.op](*values)))
+    known: dict[Apply, Number] = {}
 
+    def visit(current: Term) -> Number:
+        if isinstance(current, Affine):
+            if current.is_constant:
+                return current.constant
+            if sizes is None:
+                raise OpaqueError(
+                    f"values depend on positions themselves ({current}), as a bias does"
+                )
+            return current.value(sizes)
+        if isinstance(current, AtLeastZero) and sizes is not None:
+            return int(current.affine.value(sizes) >= 0)
+        if isinstance(current, AtLeastZero | Entry):
+            return values[current]
+        if current not in known:
+            if current.op == "Where":  # the branch not taken may be undefined
+                taken = current.args[1 if visit(current.args[0]) else 2]
+                known[current] = visit(taken)
+            else:
+                known[current] = compute(
+                    current.op, [visit(a) for a in current.args], current.dtype
+                )
+        return known[current]
 
-def apply(op: str, *args: Term) -> Term:
-    """Function application with the simplifications that keep affine terms affine."""
-    if op == "Add" and all(isinstance(a, Affine) for a in args):
-        left, right = args
-        assert isinstance(left, Affine) and isinstance(right, Affine)
-        return left + right
-    if op == "Sub" and all(isinstance(a, Affine) for a in args):
-        left, right = args
-        assert isinstance(left, Affine) and isinstance(right, Affine)
-        return left - right
-    if op == "Mul" and all(isinstance(a, Affine) for a in args):
-        left, right = args
-        assert isinstance(left, Affine) and isinstance(right, Affine)
-        if left.is_constant or right.is_constant:
-            factor, other = (left, right) if left.is_constant else (right, left)
-            return other.scaled(factor.constant)
-    if op == "Neg" and isinstance(args[0], Affine):
-        return args[0].scaled(-1)
-    if op == "Not":
-        return negate(args[0])
-    if op in _COMPARE:
-        return compare(op, *args)
-    if op not in _FUNCTIONS:
-        raise OpaqueError(f"operator {op} is outside the mask language")
-    if all(isinstance(a, Affine) and a.is_constant for a in args):
-        return constant(evaluate(Apply(op, tuple(args)), {}))
-    if op == "Where" and isinstance(args[0], Affine) and args[0].is_constant:
-        return args[1] if args[0].constant else args[2]
-    return Apply(op, tuple(args))
-
-
-def minimum(affine: Affine, bounds: Mapping[str, tuple[Affine, Affine | None]]) -> Number | None:
-    """A proved lower bound of an affine term, or None.
-
-    Args:
-        affine: the term.
-        bounds: for each index symbol, its smallest and largest value (affine in dimensions).
-            Every other symbol is a dimension, hence >= 1.
-    """
-    total = constant(affine.constant)
-    for name, coefficient in affine.terms:
-        if name not in bounds:
-            total = total + Affine(((name, coefficient),))
-            continue
-        low, high = bounds[name]
-        end = low if coefficient > 0 else high
-        if end is None:
-            return None
-        total = total + end.scaled(coefficient)
-    if any(coefficient < 0 for _, coefficient in total.terms):
-        return None
-    return total.constant + sum(coefficient for _, coefficient in total.terms)
+    return visit(term)

@@ -1,50 +1,65 @@
 """Derive what a mask subgraph means: a band over positions and a key padding input, or why not.
 
 The derivation is symbolic (see ``expressions``): every element of the mask is a function of atoms
-(comparisons of positions, entries of the padding input), and all truth assignments of the atoms
-are tried. A mask is accepted only if "visible" is exactly a conjunction of atoms, each of which
-is a one-sided limit on ``query position - key position`` or "this key is real". The result holds
-for every length and padding at once; probing (``probe``) then checks it against the graph.
+(comparisons of positions, entries of the padding input), and all values of the atoms are tried. A
+mask is accepted only if "visible" is exactly a conjunction of atoms, each of which is a one-sided
+limit on ``query position - key position`` or "this key is real". The result holds for every length
+and padding at once; probing (``probe``) then checks it against the graph.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+import onnx_ir as ir
 
 from subquad.kernels.operator import UNLIMITED
 from subquad.passes.recognise.expressions import (
+    ONE,
+    ZERO,
     Affine,
-    Apply,
     AtLeastZero,
     Atom,
     Entry,
     Number,
     OpaqueError,
+    Symbol,
     Term,
-    apply,
+    at_least_zero,
     atoms,
-    constant,
     evaluate,
-    minimum,
-    negate,
+    position,
 )
 from subquad.passes.recognise.site import MaskPredicate
-from subquad.passes.recognise.symbolic import SymbolicTensor
+from subquad.passes.recognise.symbolic import Interpreter
+from subquad.passes.recognise.tensors import Index, show
 
 # exp(-9000) is 0 in float32 whatever the other scores, unless they differ by thousands too.
 HIDDEN_BELOW = -9.0e3
 _MAX_ATOMS = 10
+# Values of a padding input besides 0 and 1 that tell "not zero" from "equal to one".
+_OTHER_VALUES = (2, 3, 7, 255, -1)
+
+MaskKind: TypeAlias = Literal["visible", "hidden", "additive"]
+Mask: TypeAlias = tuple[ir.Value, MaskKind]
 
 
 @dataclass(frozen=True)
-class MaskTerm:
-    """One mask of an attention: boolean (``visible`` or ``hidden``) or ``additive``."""
+class ScoreShape:
+    """Shape of the scores: ``heads`` is None where they have three axes only."""
 
-    tensor: SymbolicTensor
-    kind: Literal["visible", "hidden", "additive"]
+    batch: Affine
+    heads: Affine | None
+    query_len: Affine
+    kv_len: Affine
+
+    @property
+    def axes(self) -> tuple[tuple[str, Affine], ...]:
+        named = (("b", self.batch), ("h", self.heads), ("i", self.query_len), ("j", self.kv_len))
+        return tuple((name, size) for name, size in named if size is not None)
 
 
 @dataclass(frozen=True)
@@ -54,120 +69,125 @@ class DerivedMask:
     Attributes:
         predicate: the claim.
         padding_input: name of the graph input ``[batch, kv_len]`` that marks real keys, or "".
+        padding_test: which of its values mark a real key.
         derivation: one sentence for the report.
     """
 
     predicate: MaskPredicate
     padding_input: str
+    padding_test: Literal["nonzero", "one"]
     derivation: str
 
 
 def derive_mask(
-    masks: Sequence[MaskTerm], query_len: Affine, kv_len: Affine, *, is_causal: bool = False
+    interpreter: Interpreter,
+    masks: Sequence[Mask],
+    shape: ScoreShape,
+    *,
+    is_causal: bool = False,
 ) -> DerivedMask:
     """Derive the predicate of all masks of one attention together.
 
     Args:
-        masks: each broadcastable to ``[batch, heads, query_len, kv_len]``.
-        query_len, kv_len: lengths of the attention, affine in dimension names.
+        interpreter: reads the graph of the masks.
+        masks: each broadcastable to the scores.
+        shape: of the scores.
         is_causal: the operator itself hides later keys, aligned at the start (ONNX Attention).
 
     Raises:
         OpaqueError: the mask is something else; the message says what.
     """
-    i, j = Affine.symbol("i"), Affine.symbol("j")
-    bounds: dict[str, tuple[Affine, Affine | None]] = {
-        "b": (constant(0), None),
-        "h": (constant(0), None),
-        "i": (constant(0), query_len - constant(1)),
-        "j": (constant(0), kv_len - constant(1)),
-    }
-    visible: list[Term] = [_visibility(mask) for mask in masks]
+    parts: list[tuple[Term, MaskKind]] = [
+        (_generic_element(interpreter, value, shape), kind) for value, kind in masks
+    ]
     if is_causal:
-        visible.append(AtLeastZero(i - j))
-    term: Term = constant(1)
-    for part in visible:
-        term = part if term == constant(1) else Apply("And", (term, part))
-    term = _simplify(term, bounds)
-    literals = _conjunction(term)
-    return _interpret(literals, kv_len - query_len, str(term) if masks else "no mask")
+        causal = position("i", shape.query_len) - position("j", shape.kv_len)
+        parts.append((at_least_zero(causal), "visible"))
+    try:
+        literals = _conjunction(parts)
+    except RecursionError:
+        raise OpaqueError("a mask nested too deeply") from None
+    padding_test: Literal["nonzero", "one"] = "nonzero"
+    entry = next((atom for atom in literals if isinstance(atom, Entry)), None)
+    if entry is not None:
+        _check_padding(literals, shape)
+        padding_test = _padding_test(parts, literals, entry)
+    return _interpret(literals, shape, padding_test)
 
 
-def _visibility(mask: MaskTerm) -> Term:
-    rank = len(mask.tensor.shape)
-    if not 1 <= rank <= 4:
-        raise OpaqueError(f"a mask of rank {rank}")
-    names = ("b", "h", "i", "j")[4 - rank :]
-    index = tuple(
-        constant(0) if dim == constant(1) else Affine.symbol(name)
-        for name, dim in zip(names, mask.tensor.shape, strict=True)
+def _generic_element(interpreter: Interpreter, value: ir.Value, shape: ScoreShape) -> Term:
+    """The mask at query ``i`` and key ``j`` of batch row ``b`` and head ``h``."""
+    dims = interpreter.tensor(value).shape
+    axes = shape.axes
+    if len(dims) > len(axes):
+        raise OpaqueError(f"a mask of shape {show(dims)} on scores of {len(axes)} axes")
+    index: list[Term] = []
+    for (name, size), dim in zip(axes[len(axes) - len(dims) :], dims, strict=True):
+        mismatch = dim - size
+        if dim != ONE and mismatch.is_constant and mismatch != ZERO:
+            raise OpaqueError(f"a mask with {dim} entries where the scores have {size}")
+        index.append(ZERO if dim == ONE else position(name, size))
+    return _element(interpreter, value, tuple(index))
+
+
+def _element(interpreter: Interpreter, value: ir.Value, index: Index) -> Term:
+    try:
+        return interpreter.element(value, index)
+    except OpaqueError as error:
+        raise OpaqueError(f"mask {value.name!r}: {error}") from error
+
+
+def _visible(parts: Sequence[tuple[Term, MaskKind]], values: Mapping[Atom, Number]) -> bool:
+    """Whether the key is visible when the atoms have these values."""
+    # No early exit: a bias in the second mask counts where the first hides, too.
+    return all([_part_visible(term, kind, values) for term, kind in parts])
+
+
+def _part_visible(term: Term, kind: MaskKind, values: Mapping[Atom, Number]) -> bool:
+    value = evaluate(term, values)
+    if kind != "additive":
+        return bool(value) == (kind == "visible")
+    if value == 0:
+        return True
+    if value <= HIDDEN_BELOW:
+        return False
+    raise OpaqueError(f"adds {value:g} to scores: a bias, not a mask")
+
+
+def _assignments(variables: Sequence[Atom]) -> list[dict[Atom, Number]]:
+    rows = itertools.product((1, 0), repeat=len(variables))
+    assignments: Iterator[dict[Atom, Number]] = (
+        dict(zip(variables, row, strict=True)) for row in rows
     )
-    term = mask.tensor.at(index)
-    if mask.kind == "additive":
-        return Apply("_Additive", (term,))
-    return term if mask.kind == "visible" else negate(term)
+    return [assignment for assignment in assignments if _feasible(assignment)]
 
 
-def _truth(term: Term, assignment: Mapping[Atom, bool]) -> bool:
-    """Whether the key is visible under one assignment."""
-    if isinstance(term, Apply) and term.op == "_Additive":
-        value = evaluate(term.args[0], assignment)
-        if value == 0:
-            return True
-        if value <= HIDDEN_BELOW:
-            return False
-        raise OpaqueError(f"adds {value:g} to scores: a bias, not a mask")
-    if isinstance(term, Apply) and term.op == "And":
-        return all([_truth(a, assignment) for a in term.args])
-    return bool(evaluate(term, assignment))
-
-
-def _simplify(term: Term, bounds: Mapping[str, tuple[Affine, Affine | None]]) -> Term:
-    """Decide atoms that hold, or fail, for every position (``i >= 0``)."""
-    if isinstance(term, AtLeastZero):
-        low = minimum(term.affine, bounds)
-        if low is not None and low >= 0:
-            return constant(1)
-        high = minimum(term.affine.scaled(-1), bounds)
-        if high is not None and high > 0:
-            return constant(0)
-        return term
-    if isinstance(term, Apply):
-        args = tuple(_simplify(a, bounds) for a in term.args)
-        return Apply(term.op, args) if term.op == "_Additive" else apply(term.op, *args)
-    return term
-
-
-def _conjunction(term: Term) -> dict[Atom, bool]:
-    """The literals whose conjunction the term is, for every feasible assignment."""
-    variables = atoms(term)
+def _conjunction(parts: Sequence[tuple[Term, MaskKind]]) -> dict[Atom, bool]:
+    """The literals whose conjunction "visible" is, for every feasible assignment."""
+    variables = list(dict.fromkeys(atom for term, _ in parts for atom in atoms(term)))
     if len(variables) > _MAX_ATOMS:
         raise OpaqueError(f"a mask over {len(variables)} different conditions")
-    table: list[tuple[dict[Atom, bool], bool]] = []
-    for values in itertools.product((True, False), repeat=len(variables)):
-        assignment = dict(zip(variables, values, strict=True))
-        if _feasible(assignment):
-            table.append((assignment, _truth(term, assignment)))
-    seen = [assignment for assignment, visible in table if visible]
+    table = [(row, _visible(parts, row)) for row in _assignments(variables)]
+    seen = [row for row, visible in table if visible]
     if not seen:
         raise OpaqueError("the mask hides every key")
-    required = {atom: seen[0][atom] for atom in variables if len({row[atom] for row in seen}) == 1}
-    for assignment, visible in table:
-        if visible != all(assignment[atom] == value for atom, value in required.items()):
-            shown = " , ".join(map(str, variables))
+    required = {
+        atom: bool(seen[0][atom]) for atom in variables if len({row[atom] for row in seen}) == 1
+    }
+    for row, visible in table:
+        if visible != all(bool(row[atom]) == value for atom, value in required.items()):
+            shown = "; ".join(map(str, variables))
             raise OpaqueError(f"the mask is no conjunction of limits and padding; it tests {shown}")
     return required
 
 
-def _feasible(assignment: Mapping[Atom, bool]) -> bool:
+def _feasible(assignment: Mapping[Atom, Number]) -> bool:
     """Whether comparisons over the same difference can hold together."""
-    limits: dict[tuple[tuple[str, Number], ...], list[Number]] = {}
+    limits: dict[tuple[tuple[Symbol, Number], ...], list[Number]] = {}
     for atom, value in assignment.items():
-        if not isinstance(atom, AtLeastZero):
-            continue
-        # value: x + c >= 0, so x >= -c; otherwise -x - c - 1 >= 0, so -x >= c + 1.
-        affine = atom.affine if value else atom.affine.scaled(-1) - constant(1)
-        limits.setdefault(affine.terms, []).append(-affine.constant)
+        if isinstance(atom, AtLeastZero):
+            affine = _limit(atom, bool(value))  # x + c >= 0, so x >= -c
+            limits.setdefault(affine.terms, []).append(-affine.constant)
     for terms, lower in limits.items():
         opposite = limits.get(Affine(terms).scaled(-1).terms)
         if opposite is not None and max(lower) > -max(opposite):
@@ -175,61 +195,133 @@ def _feasible(assignment: Mapping[Atom, bool]) -> bool:
     return True
 
 
-def _interpret(literals: Mapping[Atom, bool], shift: Affine, text: str) -> DerivedMask:
-    left = right = UNLIMITED
+def _limit(atom: AtLeastZero, value: bool) -> Affine:
+    """The expression that is ``>= 0`` where the atom has this value."""
+    return atom.affine if value else atom.affine.scaled(-1) - ONE
+
+
+# --- padding -------------------------------------------------------------------------------
+
+
+def _check_padding(literals: Mapping[Atom, bool], shape: ScoreShape) -> None:
+    """One input, read at the key's own slot of its batch row."""
+    expected = (position("b", shape.batch), position("j", shape.kv_len))
+    entries = [(atom, value) for atom, value in literals.items() if isinstance(atom, Entry)]
+    for atom, value in entries:
+        if atom.index != expected:
+            raise OpaqueError(
+                f"visibility depends on {atom}, which is not a mask of keys per batch row"
+            )
+        if not value:
+            raise OpaqueError(f"keys are visible where {atom} is zero")
+    sources = list(dict.fromkeys(atom.source for atom, _ in entries))
+    if len(sources) > 1:
+        raise OpaqueError(f"two padding inputs: {' and '.join(sources)}")
+
+
+def _padding_test(
+    parts: Sequence[tuple[Term, MaskKind]], literals: Mapping[Atom, bool], entry: Entry
+) -> Literal["nonzero", "one"]:
+    """Which values of the padding input mark real keys.
+
+    Values for which the mask is no mask (``(1 - x) * -1e4`` at 2) say that only 0 and 1 occur.
+    """
+    if entry.dtype == "bool":
+        return "nonzero"
+    others = [atom for term, _ in parts for atom in atoms(term) if atom != entry]
+    rows = _assignments(list(dict.fromkeys(others)))
+    nonzero = one = True
+    for number, row in itertools.product(_OTHER_VALUES, rows):
+        try:
+            visible = _visible(parts, {**row, entry: number})
+        except OpaqueError:
+            continue
+        rest = all(bool(row[atom]) == value for atom, value in literals.items() if atom != entry)
+        nonzero, one = nonzero and visible == rest, one and not visible
+    if nonzero:
+        return "nonzero"
+    if one:
+        return "one"
+    raise OpaqueError(f"keys are told apart by other values of {entry} than 0 and 1")
+
+
+# --- limits --------------------------------------------------------------------------------
+
+
+def _interpret(
+    literals: Mapping[Atom, bool], shape: ScoreShape, padding_test: Literal["nonzero", "one"]
+) -> DerivedMask:
     padding = ""
-    alignments: set[str] = set()
+    reasons: list[str] = []
+    limits: list[Affine] = []
     for atom, value in literals.items():
         if isinstance(atom, Entry):
-            padding = _padding_source(atom, value, padding)
-            continue
-        limit = atom.affine if value else atom.affine.scaled(-1) - constant(1)
-        coefficients = (limit.coefficient("i"), limit.coefficient("j"))
-        # (i + offset) - j + right >= 0, or left - (i + offset) + j >= 0
-        sign = coefficients[0]
-        if coefficients not in ((1, -1), (-1, 1)):
-            raise OpaqueError(f"visible only where {limit} >= 0: not a distance of positions")
-        rest = limit.without("i", "j").scaled(sign)
-        distance, alignment = _without_offset(rest, shift, limit)
-        alignments.update(alignment)
-        if sign == 1:
-            right = distance if right == UNLIMITED else min(right, distance)
+            padding = atom.source
+            reasons.append(f"{atom} is {'1' if padding_test == 'one' else 'set'}")
         else:
-            left = -distance if left == UNLIMITED else min(left, -distance)
-    if (right != UNLIMITED and right < 0) or (left != UNLIMITED and left < 0):
-        raise OpaqueError("a query that may not see its own position")
-    if len(alignments) > 1:
-        raise OpaqueError("limits aligned differently at start and end")
-    predicate = MaskPredicate(
-        window_left=left,
-        window_right=right,
-        key_padding=bool(padding),
-        alignment="start" if alignments == {"start"} else "end",
+            limits.append(_limit(atom, value))
+            reasons.append(str(AtLeastZero(limits[-1])))
+    band = _band(limits, shape)
+    predicate = MaskPredicate(band.left, band.right, bool(padding), band.alignment)
+    where = " and ".join(reasons) if reasons else "every query i sees every key j"
+    text = f"{predicate.describe()}: visible where {where}, at every length"
+    return DerivedMask(predicate, padding, padding_test, text)
+
+
+@dataclass(frozen=True)
+class _Band:
+    left: int
+    right: int
+    alignment: Literal["start", "end"]
+
+
+def _band(limits: Sequence[Affine], shape: ScoreShape) -> _Band:
+    """All limits as one band, queries aligned to the last keys or to the first."""
+    found: list[_Band] = []
+    failure: OpaqueError | None = None
+    alignments: tuple[tuple[Literal["start", "end"], Affine], ...] = (
+        ("end", shape.kv_len - shape.query_len),
+        ("start", ZERO),
     )
-    return DerivedMask(predicate, padding, f"{predicate.describe()}: from {text}"[:400])
+    for alignment, offset in alignments:
+        left = right = UNLIMITED
+        try:
+            for limit in limits:
+                side, distance = _one_sided(limit, shape, offset)
+                if side == "right":
+                    right = distance if right == UNLIMITED else min(right, distance)
+                else:
+                    left = distance if left == UNLIMITED else min(left, distance)
+        except OpaqueError as error:
+            failure = failure or error
+            continue
+        found.append(_Band(left, right, alignment))
+    if not found:
+        assert failure is not None
+        raise failure
+    # Fixed sizes can be read both ways: causal is the more telling one.
+    return next((band for band in found if band.right == 0), found[0])
 
 
-def _padding_source(atom: Entry, value: bool, known: str) -> str:
-    if not value:
-        raise OpaqueError(f"keys are visible where {atom} is zero")
-    indices = [index for index in atom.index if index != constant(0)]
-    if indices != [Affine.symbol("b"), Affine.symbol("j")] or len(atom.index) != 2:
+def _one_sided(
+    limit: Affine, shape: ScoreShape, offset: Affine
+) -> tuple[Literal["left", "right"], int]:
+    """``limit >= 0`` as the side it bounds and the distance it allows."""
+    query, key = Symbol("i", shape.query_len), Symbol("j", shape.kv_len)
+    of_key = limit.coefficient(key)
+    # The only query of a decoding step is index 0: nothing is left of it in the term.
+    of_query = -of_key if shape.query_len == ONE else limit.coefficient(query)
+    shown = AtLeastZero(limit)
+    if (of_query, of_key) not in ((1, -1), (-1, 1)):
+        raise OpaqueError(f"visible only where {shown}: not a distance of positions")
+    # (i + offset) - j + right >= 0, or left - (i + offset) + j >= 0
+    rest = limit.without(query, key).scaled(of_query)
+    distance = rest - offset
+    if not distance.is_constant:
         raise OpaqueError(
-            f"visibility depends on {atom}, which is not a mask of keys per batch row"
+            f"visible only where {shown}: the offset {rest} is not kv_len - query_len"
         )
-    if known and known != atom.source:
-        raise OpaqueError(f"two padding inputs: {known} and {atom.source}")
-    return atom.source
-
-
-def _without_offset(rest: Affine, shift: Affine, limit: Affine) -> tuple[int, set[str]]:
-    """Split ``offset + distance`` into the distance and where the offset is aligned."""
-    if rest.is_constant:
-        # With equal lengths start and end coincide.
-        return int(rest.constant), set() if shift == constant(0) else {"start"}
-    distance = rest - shift
-    if distance.is_constant:
-        return int(distance.constant), {"end"}
-    raise OpaqueError(
-        f"visible only where {limit} >= 0: the offset {rest} is not kv_len - query_len"
-    )
+    allowed = int(distance.constant * of_query)
+    if allowed < 0:
+        raise OpaqueError(f"visible only where {shown}: a query may not see its own position")
+    return ("right" if of_query == 1 else "left"), allowed

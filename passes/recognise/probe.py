@@ -2,61 +2,69 @@
 
 The mask is evaluated at sampled lengths and paddings and must equal the derived predicate
 everywhere. The raised node is run beside the source subgraph on random queries, keys and values
-whose scores are spread wide (standard deviation 4), so that an error of 1 % in the scale moves
-the output a thousand times more than the tolerance.
+whose scores are spread wide (standard deviation 4; with a softcap also as wide as the cap), so
+that an error of 1 % in the scale moves the output a thousand times more than the tolerance.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from subquad.kernels.operator import UNLIMITED
 from subquad.passes.recognise.candidates import Candidate
-from subquad.passes.recognise.expressions import Affine, OpaqueError
-from subquad.passes.recognise.mask import HIDDEN_BELOW
+from subquad.passes.recognise.expressions import ONE, Affine, OpaqueError, Symbol
+from subquad.passes.recognise.layout import Operand
+from subquad.passes.recognise.mask import HIDDEN_BELOW, DerivedMask, ScoreShape
 from subquad.passes.recognise.site import MaskPredicate
-from subquad.passes.recognise.subgraph import Piece, nodes_between, reached_inputs
+from subquad.passes.recognise.subgraph import Piece, region_between
+from subquad.passes.recognise.symbolic import Interpreter
 
 # Two float32 evaluations of one attention in different orders; measured 3e-7 at these sizes.
 TOLERANCE = 1e-5
 _SCORE_STD = 4.0
 # Attention at longer lengths costs more than it can show; masks are probed beyond.
 _MAX_NODE_LENGTH = 300
-_MAX_MASK_LENGTH = 9000
-_MAX_NODES = 600
+_MAX_MASK_LENGTH = 4200
+# Names under which the raised node is fed.
+ROLES = ("query", "key", "value")
+PADDING_ROLE = "padding"
 
-ORT_ERRORS = (
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-)
+
+@dataclass(frozen=True)
+class Question:
+    """What is claimed about one candidate, and with what to read its graph.
+
+    Attributes:
+        model: the source graph.
+        interpreter: has read it.
+        candidate: the attention.
+        shape: of its scores.
+        derived: the claim about its masks.
+    """
+
+    model: ir.Model
+    interpreter: Interpreter
+    candidate: Candidate
+    shape: ScoreShape
+    derived: DerivedMask
 
 
 @dataclass(frozen=True)
 class ProbePoint:
-    """One sample: batch, lengths, and which keys are real (``[batch, kv_len]`` bool)."""
+    """One sample: sizes of all dimensions, and which keys are real (``[batch, kv_len]`` bool)."""
 
+    sizes: Mapping[Symbol, int]
     batch: int
     query_len: int
     kv_len: int
     real: NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """Symbolic sizes of one attention: fixed ints or dimension names."""
-
-    batch: Affine
-    query_len: Affine
-    kv_len: Affine
 
 
 def visible_pairs(predicate: MaskPredicate, point: ProbePoint) -> NDArray[np.bool_]:
@@ -72,25 +80,48 @@ def visible_pairs(predicate: MaskPredicate, point: ProbePoint) -> NDArray[np.boo
     return pairs & point.real[:, None, :] if predicate.key_padding else pairs
 
 
-def sample_points(dims: Dimensions, predicate: MaskPredicate, limit: int) -> Iterator[ProbePoint]:
+# --- samples -------------------------------------------------------------------------------
+
+
+def sample_points(shape: ScoreShape, predicate: MaskPredicate, limit: int) -> Iterator[ProbePoint]:
     """Lengths around every claimed limit, and paddings of every kind, that the sizes allow."""
     lengths = {1, 2, 7, 33}
     for window in (predicate.window_left, predicate.window_right):
         if window > 0:
             lengths |= {window, window + 1, window + 2, 2 * window + 5}
     rng = np.random.default_rng(0)
-    for length in sorted(n for n in lengths if n <= limit):
-        query_len = _size(dims.query_len, length)
-        kv_len = query_len if dims.query_len == dims.kv_len else _size(dims.kv_len, length + 3)
-        small = length <= _MAX_NODE_LENGTH
-        batch = _size(dims.batch, 6 if small else 1)
-        yield ProbePoint(batch, query_len, kv_len, paddings(rng, batch, kv_len))
-        if dims.query_len.is_constant and dims.kv_len.is_constant:
+    count = 0
+    for length in sorted(lengths):
+        batch = 6 if length <= _MAX_NODE_LENGTH else 1
+        sizes = _sizes(shape, batch, length)
+        if sizes is None:
+            continue
+        rows, query_len, kv_len = (
+            int(d.value(sizes)) for d in (shape.batch, shape.query_len, shape.kv_len)
+        )
+        # A fixed size may be longer than any sample: then it is the only sample.
+        if min(rows, query_len, kv_len) < 1 or (max(query_len, kv_len) > limit and length > 1):
+            continue
+        real = paddings(rng, rows, kv_len)
+        yield ProbePoint(sizes, rows, query_len, kv_len, real)
+        count += 1
+        if shape.query_len.is_constant and shape.kv_len.is_constant:
             return
+    if not count:
+        raise OpaqueError(f"no sample fits lengths {shape.query_len} and {shape.kv_len}")
 
 
-def _size(dim: Affine, default: int) -> int:
-    return int(dim.constant) if dim.is_constant else default
+def _sizes(shape: ScoreShape, batch: int, length: int) -> dict[Symbol, int] | None:
+    """Sizes for the symbols of the scores: the first of the queries is ``length``."""
+    sizes = dict.fromkeys(shape.batch.symbols, batch)
+    free = [s for s in (*shape.query_len.symbols, *shape.kv_len.symbols) if s not in sizes]
+    for number, symbol in enumerate(dict.fromkeys(free)):
+        sizes[symbol] = length if number == 0 else 3 + (number + length) % 4
+    # Unrelated lengths of queries and keys: keys a few more, so that alignments differ.
+    if len(shape.kv_len.terms) == 1 and shape.kv_len.symbols[0] not in shape.query_len.symbols:
+        wanted = length + 3 - shape.kv_len.constant
+        sizes[shape.kv_len.symbols[0]] = max(1, int(wanted / shape.kv_len.terms[0][1]))
+    return sizes
 
 
 def paddings(rng: np.random.Generator, batch: int, length: int) -> NDArray[np.bool_]:
@@ -111,62 +142,84 @@ def paddings(rng: np.random.Generator, batch: int, length: int) -> NDArray[np.bo
     return real
 
 
-def input_feeds(
-    inputs: Sequence[ir.Value], padding_input: str, point: ProbePoint, dims: Dimensions
-) -> dict[str, NDArray[np.generic]]:
-    """Arrays for graph inputs a mask reads: the padding pattern, zeros for the rest."""
-    known = {dims.batch: point.batch, dims.query_len: point.query_len, dims.kv_len: point.kv_len}
-    feeds: dict[str, NDArray[np.generic]] = {}
-    for value in inputs:
-        if value.dtype is None or value.shape is None or value.name is None:
-            raise OpaqueError(f"the mask reads input {value.name!r} of unknown type")
-        dtype = value.dtype.numpy()
-        if value.name == padding_input:
-            feeds[value.name] = point.real.astype(dtype)
-            continue
-        shape = []
-        for axis, dim in enumerate(value.shape):
-            if isinstance(dim, int):
-                shape.append(dim)
-            else:
-                fallback = point.batch if axis == 0 else point.query_len
-                symbol = Affine.symbol(dim.value) if dim.value is not None else None
-                shape.append(known.get(symbol, fallback) if symbol else fallback)
-        feeds[value.name] = np.zeros(shape, dtype=dtype)
-    return feeds
+# --- feeding -------------------------------------------------------------------------------
 
 
-def probe_masks(
-    model: ir.Model,
-    candidate: Candidate,
-    predicate: MaskPredicate,
-    padding_input: str,
-    dims: Dimensions,
-) -> int:
-    """Evaluate the masks of ``candidate`` and compare with ``predicate``; returns the points.
+class _Source:
+    """A part of the source graph that runs alone on a probe point."""
+
+    def __init__(
+        self, question: Question, cut: Sequence[ir.Value], outputs: Sequence[ir.Value]
+    ) -> None:
+        self._question = question
+        region = region_between(outputs, cut)
+        self._inputs = region.inputs
+        self._measured = region.measured
+        given = dict.fromkeys([*cut, *region.inputs, *region.measured])
+        self._piece = Piece(question.model, list(given), outputs)
+
+    def run(self, point: ProbePoint, given: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        feeds = {value.name or "": self._input(value, point) for value in self._inputs}
+        feeds |= {value.name or "": self._zeros(value, point) for value in self._measured}
+        return self._piece.run({**feeds, **given})
+
+    def _input(self, value: ir.Value, point: ProbePoint) -> NDArray[Any]:
+        """The padding pattern; zeros for inputs that claims do not depend on."""
+        assert value.dtype is not None
+        if value.name == self._question.derived.padding_input:
+            return point.real.astype(value.dtype.numpy())
+        return self._zeros(value, point)
+
+    def _zeros(self, value: ir.Value, point: ProbePoint) -> NDArray[Any]:
+        assert value.dtype is not None
+        dims = self._question.interpreter.tensor(value).shape
+        # Dimensions the scores do not know: of other inputs, where names were not unified.
+        shape = [
+            _size(dim, point, point.batch if axis == 0 else point.query_len)
+            for axis, dim in enumerate(dims)
+        ]
+        return np.zeros(shape, dtype=value.dtype.numpy())
+
+
+def _size(dim: Affine, point: ProbePoint, otherwise: int) -> int:
+    known = all(symbol in point.sizes for symbol in dim.symbols)
+    return int(dim.value(point.sizes)) if known else otherwise
+
+
+# --- masks ---------------------------------------------------------------------------------
+
+
+def probe_masks(question: Question) -> int:
+    """Evaluate the masks and compare with the derived predicate; returns the number of points.
 
     Raises:
         OpaqueError: they differ, or the mask cannot be evaluated alone.
     """
+    candidate, predicate = question.candidate, question.derived.predicate
     if not candidate.masks:
         return 0
-    values = [mask for mask, _ in candidate.masks]
-    piece, inputs = _piece(model, [], values)
+    fixed = {v: v.const_value.numpy() for v, _ in candidate.masks if v.const_value is not None}
+    computed = [v for v in dict.fromkeys(v for v, _ in candidate.masks) if v not in fixed]
+    source = _Source(question, [], computed) if computed else None
     count = 0
-    for point in sample_points(dims, predicate, _MAX_MASK_LENGTH):
-        arrays = _run(piece, input_feeds(inputs, padding_input, point, dims))
-        shape = (point.batch, 1, point.query_len, point.kv_len)
-        seen = np.ones(shape, dtype=bool)
+    for point in sample_points(question.shape, predicate, _MAX_MASK_LENGTH):
+        arrays = dict(fixed)
+        if source is not None:
+            arrays |= dict(zip(computed, source.run(point, {}), strict=True))
+        seen = np.ones((point.batch, 1, point.query_len, point.kv_len), dtype=bool)
         if candidate.is_causal:
-            seen &= np.tril(np.ones(shape[2:], dtype=bool))
-        for array, (_, kind) in zip(arrays, candidate.masks, strict=True):
+            seen &= np.tril(np.ones(seen.shape[2:], dtype=bool))
+        for value, kind in candidate.masks:
+            array = arrays[value]
+            if candidate.mask_axes == 3 and array.ndim == 3:
+                array = array[:, None]
             if kind == "additive":
                 part = array > HIDDEN_BELOW
             else:
                 part = array.astype(bool) if kind == "visible" else ~array.astype(bool)
-            seen = seen & part
+            seen = _both(seen, part)
         expected = visible_pairs(predicate, point)[:, None]
-        if seen.shape[1] != 1 or not np.array_equal(seen, expected):
+        if not bool(np.all(seen == expected)):
             raise OpaqueError(
                 f"the mask of the graph differs from the derived one ({predicate.describe()}) "
                 f"at query length {point.query_len}, key length {point.kv_len}"
@@ -175,92 +228,103 @@ def probe_masks(
     return count
 
 
-def probe_node(
-    model: ir.Model,
-    candidate: Candidate,
-    raised: Piece,
-    predicate: MaskPredicate,
-    padding_input: str,
-    dims: Dimensions,
-) -> tuple[int, float]:
+def _both(seen: NDArray[np.bool_], part: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    try:
+        return np.logical_and(seen, part)
+    except ValueError:
+        raise OpaqueError(
+            f"a mask of shape {list(part.shape)} on scores of shape {list(seen.shape)}"
+        ) from None
+
+
+# --- the whole attention -------------------------------------------------------------------
+
+
+def probe_node(question: Question, raised: Piece) -> tuple[int, float]:
     """Run source subgraph and raised node on random inputs: (points, largest relative error).
+
+    Args:
+        question: the claims.
+        raised: the raised node alone, fed by role.
 
     Raises:
         OpaqueError: they differ by more than ``TOLERANCE``.
     """
-    operands = [candidate.query.value, candidate.key.value, candidate.value.value]
-    source, inputs = _piece(model, operands, [candidate.output])
+    candidate, predicate = question.candidate, question.derived.predicate
+    operands = (candidate.query, candidate.key, candidate.value)
+    source = _Source(question, [operand.value for operand in operands], [candidate.output])
     rng = np.random.default_rng(1)
     worst, count = 0.0, 0
-    for point in sample_points(dims, predicate, _MAX_NODE_LENGTH):
-        feeds = input_feeds(inputs, padding_input, point, dims)
-        if padding_input:
-            padding = next(v for v in model.graph.inputs if v.name == padding_input)
-            assert padding.dtype is not None
-            feeds[padding_input] = point.real.astype(padding.dtype.numpy())
-        feeds.update(_random_operands(rng, candidate, point))
-        (want,), (got,) = _run(source, feeds), _run(raised, feeds)
-        if want.shape != got.shape:
-            raise OpaqueError(f"the raised node gives shape {got.shape}, the source {want.shape}")
-        rows = visible_pairs(predicate, point).any(axis=2)
-        if candidate.query.heads:
-            want, got = want[rows], got[rows]
-        else:
-            want, got = want.swapaxes(1, 2)[rows], got.swapaxes(1, 2)[rows]
-        norm = float(np.linalg.norm(want))
-        error = float(np.linalg.norm(got - want)) / norm if norm else 0.0
-        if not error <= TOLERANCE:
-            raise OpaqueError(
-                f"the raised node differs from the source by {error:.2g} (relative, allowed "
-                f"{TOLERANCE:g}) at query length {point.query_len}, key length {point.kv_len}"
+    for point in sample_points(question.shape, predicate, _MAX_NODE_LENGTH):
+        for score_std in _spreads(candidate):
+            arrays = _random_operands(rng, question, point, score_std)
+            (want,) = source.run(
+                point, {o.value.name or "": a for o, a in zip(operands, arrays, strict=True)}
             )
-        worst, count = max(worst, error), count + 1
+            feeds = dict(zip(ROLES, arrays, strict=True))
+            (got,) = raised.run({**feeds, PADDING_ROLE: point.real})
+            error = _error(question, point, want, got)
+            if not error <= TOLERANCE:
+                raise OpaqueError(
+                    f"the raised node differs from the source by {error:.2g} (relative, allowed "
+                    f"{TOLERANCE:g}) at query length {point.query_len}, key length {point.kv_len}"
+                )
+            worst, count = max(worst, error), count + 1
     return count, worst
 
 
+def _spreads(candidate: Candidate) -> tuple[float, ...]:
+    """Standard deviations of scores; a softcap shows only on scores of its own size."""
+    return (_SCORE_STD, candidate.softcap) if candidate.softcap else (_SCORE_STD,)
+
+
+def _error(
+    question: Question,
+    point: ProbePoint,
+    want: NDArray[Any],
+    got: NDArray[Any],
+) -> float:
+    """Relative distance over the rows that see a key."""
+    if want.shape != got.shape:
+        raise OpaqueError(f"the raised node gives shape {got.shape}, the source {want.shape}")
+    rows = visible_pairs(question.derived.predicate, point).any(axis=2)
+    if not question.candidate.query.heads:
+        want, got = want.swapaxes(1, 2), got.swapaxes(1, 2)
+    norm = float(np.linalg.norm(want[rows]))
+    return float(np.linalg.norm(got[rows] - want[rows])) / norm if norm else 0.0
+
+
 def _random_operands(
-    rng: np.random.Generator, candidate: Candidate, point: ProbePoint
-) -> dict[str, NDArray[np.float32]]:
-    """Random operands in the layout of the source, scores of standard deviation 4."""
-    feeds: dict[str, NDArray[np.float32]] = {}
+    rng: np.random.Generator, question: Question, point: ProbePoint, score_std: float
+) -> list[NDArray[np.float32]]:
+    """Random query, key and value in the layout of the source."""
+    candidate = question.candidate
     sizes = candidate.sizes
-    std = (_SCORE_STD / (abs(candidate.scale) * sizes.head_dim**0.5)) ** 0.5
-    layout = (
-        (candidate.query, sizes.num_heads, point.query_len, sizes.head_dim, std),
-        (candidate.key, sizes.num_kv_heads, point.kv_len, sizes.head_dim, std),
-        (candidate.value, sizes.num_kv_heads, point.kv_len, sizes.value_dim, 1.0),
-    )
-    for operand, heads, length, dim, scale in layout:
-        name = operand.value.name
-        assert name is not None
-        if name in feeds:
+    std = (score_std / (abs(candidate.scale) * math.sqrt(sizes.head_dim))) ** 0.5
+    spread = (std, std, 1.0)
+    known: dict[ir.Value, NDArray[np.float32]] = {}
+    operands = (candidate.query, candidate.key, candidate.value)
+    for operand, scale in zip(operands, spread, strict=True):
+        if operand.value in known:
             continue  # one value in two roles
-        array = (rng.standard_normal((point.batch, heads, length, dim)) * scale).astype(np.float32)
-        if operand.heads:
-            array = array.swapaxes(1, 2).reshape(point.batch, length, heads * dim)
-        elif operand.perm is not None:
-            array = array.transpose(np.argsort(operand.perm))
-        feeds[name] = np.ascontiguousarray(array)
-    return feeds
-
-
-def _piece(
-    model: ir.Model, cut: Sequence[ir.Value], outputs: Sequence[ir.Value]
-) -> tuple[Piece, list[ir.Value]]:
-    inputs = reached_inputs(outputs, cut)
-    if len(nodes_between(outputs, cut)) > _MAX_NODES:
-        raise OpaqueError(
-            f"the subgraph of {outputs[0].name!r} has more than {_MAX_NODES} nodes: "
-            "the mask depends on most of the model"
+        dims = operand.shape(question.interpreter)
+        batch, length = point.batch, point.query_len if operand is candidate.query else point.kv_len
+        shape = (
+            batch if dims[0] != ONE else 1,
+            int(dims[1].constant),
+            length,
+            int(dims[3].constant),
         )
-    try:
-        return Piece(model, [*dict.fromkeys(cut), *inputs], outputs), inputs
-    except ORT_ERRORS as error:
-        raise OpaqueError(f"ONNX Runtime cannot run the subgraph alone: {error}") from error
+        array = (rng.standard_normal(shape) * scale).astype(np.float32)
+        known[operand.value] = _as_stored(array, operand)
+    return [known[operand.value] for operand in operands]
 
 
-def _run(piece: Piece, feeds: Mapping[str, NDArray[np.generic]]) -> list[NDArray[np.generic]]:
-    try:
-        return piece.run(feeds)
-    except ORT_ERRORS as error:
-        raise OpaqueError(f"ONNX Runtime failed on the subgraph: {error}") from error
+def _as_stored(array: NDArray[np.float32], operand: Operand) -> NDArray[np.float32]:
+    """``[batch, heads, length, dim]`` brought to the layout of the source."""
+    if operand.heads:
+        batch, heads, length, dim = array.shape
+        array = array.swapaxes(1, 2).reshape(batch, length, heads * dim)
+    elif operand.perm is not None:
+        array = array.transpose(np.argsort(operand.perm))
+    return np.ascontiguousarray(array)
