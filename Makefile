@@ -80,5 +80,5 @@ models: $(INSTALLED_MODELS)  ## download the checkpoints that tests and benchmar
 	$(PY) tests/support/third_party.py
 
 clean:  ## remove what make created, except the downloaded checkpoints
-	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache
