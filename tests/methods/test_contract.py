@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from oracles import Case, random_case, reference, relative_error, run
+from oracles import Case, mask_of, prefix, random_case, reference, relative_error, run
 from sites import SITES
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
@@ -77,19 +77,6 @@ causal_accepted = pytest.mark.parametrize(
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20)
-
-
-def mask_of(kind: str, batch: int, kv_len: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    mask = np.ones((batch, kv_len), dtype=np.bool_)
-    if kind == "left":
-        mask[0, : kv_len // 3] = False
-    elif kind == "right":
-        mask[0, kv_len - kv_len // 3 :] = False
-    elif kind == "holes":
-        mask &= rng.random(mask.shape) > 0.3
-    elif kind == "empty_row":
-        mask[-1] = False
-    return mask
 
 
 def masked_case(
@@ -244,18 +231,6 @@ def test_prefill_in_chunks_equals_prefill(lowered: Lowered, rng: np.random.Gener
         for start, end in zip(cuts, cuts[1:], strict=False)
     ]
     assert relative_error(np.concatenate(chunks, axis=2), run(lowered.variant, case)) < TOLERANCE
-
-
-def prefix(case: Case, start: int, end: int) -> Case:
-    """Queries ``start .. end-1`` against the keys up to ``end``, as with a cache."""
-    return Case(
-        query=case.query[:, :, start:end],
-        key=case.key[:, :, :end],
-        value=case.value[:, :, :end],
-        key_mask=case.key_mask[:, :end],
-        query_positions=case.query_positions[:, start:end],
-        key_positions=case.key_positions[:, :end],
-    )
 
 
 @every_accepted

@@ -99,6 +99,32 @@ def _normal(rng: np.random.Generator, gain: float, *shape: int) -> NDArray[np.fl
     return (gain * rng.standard_normal(shape)).astype(np.float32)
 
 
+def mask_of(kind: str, batch: int, kv_len: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """A key mask: none, left, right, holes or empty_row (padding of one row, or everywhere)."""
+    mask = np.ones((batch, kv_len), dtype=np.bool_)
+    if kind == "left":
+        mask[0, : kv_len // 3] = False
+    elif kind == "right":
+        mask[0, kv_len - kv_len // 3 :] = False
+    elif kind == "holes":
+        mask &= rng.random(mask.shape) > 0.3
+    elif kind == "empty_row":
+        mask[-1] = False
+    return mask
+
+
+def prefix(case: Case, start: int, end: int) -> Case:
+    """Queries ``start .. end-1`` against the keys up to ``end``, as with a cache."""
+    return Case(
+        query=case.query[:, :, start:end],
+        key=case.key[:, :, :end],
+        value=case.value[:, :, :end],
+        key_mask=case.key_mask[:, :end],
+        query_positions=case.query_positions[:, start:end],
+        key_positions=case.key_positions[:, :end],
+    )
+
+
 def relative_error(got: NDArray[Any], want: NDArray[Any]) -> float:
     """Relative L2 error over the whole array."""
     assert got.shape == want.shape, (got.shape, want.shape)
