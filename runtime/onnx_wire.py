@@ -16,7 +16,9 @@ from collections.abc import Iterable, Iterator
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 # ModelProto
-_IR_VERSION, _GRAPH, _OPSET_IMPORT = 1, 7, 8
+_IR_VERSION, _GRAPH, _OPSET_IMPORT, _FUNCTIONS = 1, 7, 8, 25
+# FunctionProto
+_FUNCTION_NAME, _FUNCTION_DOMAIN = 1, 10
 # GraphProto
 _NODE, _GRAPH_NAME, _INITIALIZER, _INPUT, _OUTPUT = 1, 2, 5, 11, 12
 # NodeProto
@@ -58,6 +60,19 @@ def external_locations(model: bytes) -> frozenset[str]:
         if b"location" in _path(entry, _KEY):
             locations.update(value.decode("utf-8", "replace") for value in _path(entry, _VALUE))
     return frozenset(locations)
+
+
+def overloaded_functions(model: bytes) -> frozenset[str]:
+    """``domain::name`` of model-local functions that exist in more than one overload.
+
+    Raises:
+        ValueError: the bytes are not a protobuf message.
+    """
+    names = []
+    for function in _path(model, _FUNCTIONS):
+        domain, name = _path(function, _FUNCTION_DOMAIN), _path(function, _FUNCTION_NAME)
+        names.append(b"::".join([*domain[-1:], *name[-1:]]).decode("utf-8", "replace"))
+    return frozenset(name for name in names if names.count(name) > 1)
 
 
 def matmul_model() -> bytes:
