@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -307,7 +308,7 @@ def _match_weights(
             found[name] = checkpoint[match]
         # Every tensor has to let go of the loader's mapping of the file, or its pages stay.
         if match is not None and parameter.numel() >= _WORTH_RELEASING:
-            parameter.data = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.data = _weightless(parameter)
         else:
             parameter.data = parameter.data.clone()
     return found
@@ -330,6 +331,17 @@ def _matching_key(
     )
     values = parameter.detach().numpy()
     return next((key for key in likely if _same_values(values, checkpoint[key])), None)
+
+
+def _weightless(parameter: torch.Tensor) -> torch.Tensor:
+    """Same shape and dtype, on pages that are never touched, hence never resident.
+
+    A fresh mapping, not ``torch.empty``: that may reuse heap memory, which is resident already.
+    """
+    import torch
+
+    pages = mmap.mmap(-1, parameter.numel() * parameter.element_size())
+    return torch.frombuffer(pages, dtype=parameter.dtype).reshape(parameter.shape)
 
 
 _WORTH_RELEASING = 1 << 16

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from subquad.converter import atomic
 from subquad.converter.atomic import atomic_directory
 from subquad.runtime.errors import OutputError, UsageError

@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+
 from subquad.converter.emit import DataFileWriter, copy_files, write_models
 from subquad.converter.weights import DerivedTensor, StoredTensor
 

@@ -1,0 +1,209 @@
+"""Python modules: the factory convention, naming, and equality with eager torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch.nn import functional
+
+from subquad.converter.emit import write_models
+from subquad.converter.module import ModuleSource
+from subquad.converter.source import trace
+from subquad.runtime.errors import UnsupportedModelError, UsageError
+
+
+class Mixer(torch.nn.Module):
+    """One attention; ``fused`` calls SDPA, otherwise it is spelled out. Causal, with a mask."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fused = fused
+        self.qkv = torch.nn.Linear(40, 120)
+        with torch.no_grad():
+            self.qkv.weight.mul_(4)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> dict[str, torch.Tensor]:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, 2, 20).permute(2, 0, 3, 1, 4).unbind(0)
+        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        mask = causal & keep[:, None, None, :]
+        if self.fused:
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            scores = (q @ k.transpose(-1, -2)) * 20**-0.5
+            mixed = scores.masked_fill(~mask, -1e9).softmax(-1) @ v
+        return {"mixed": mixed.transpose(1, 2).reshape(batch, length, width), "input": x * 2}
+
+
+class Scaled(torch.nn.Module):
+    """Cheap to trace."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return x * 3.0 if y is None else x * y
+
+
+class Fixed(torch.nn.Module):
+    """Works for one length only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = torch.nn.Parameter(torch.zeros(9, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.position
+
+
+class Branching(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def _inputs(batch: int, length: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    keep = torch.ones(batch, length, dtype=torch.bool)
+    keep[0, (length + 1) // 2 :] = False
+    return {"x": torch.randn(batch, length, 40, generator=generator), "keep": keep}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_module_equals_eager(tmp_path: Path, fused: bool) -> None:
+    module = Mixer(fused).train()
+    traced = trace(ModuleSource(module, _inputs(2, 11), name="mixer"))
+    assert module.training, "the caller's module is left as it was"
+    write_models(tmp_path, {"model.onnx": traced.model, "reference.onnx": traced.reference})
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    for batch, length in ((1, 1), (3, 7), (1, 65)):
+        inputs = _inputs(batch, length)
+        with torch.no_grad():
+            want = module(**inputs)["mixed"].numpy()
+        got = session.run(["mixed"], {k: v.numpy() for k, v in inputs.items()})[0]
+        # float32 sums of at most 65 terms
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    kinds = {node.op_type for node in traced.model.graph}
+    assert ("Attention" in kinds) is fused and ("Softmax" in kinds) is not fused
+    roles = {spec.name: (spec.role, spec.shape) for spec in traced.inputs}
+    assert roles == {
+        "x": ("values", ("batch", "length", 40)),
+        "keep": ("padding_mask", ("batch", "length")),
+    }
+    assert [output.name for output in traced.outputs] == ["mixed", "input"]
+    assert traced.kind == "module" and traced.source_name == "mixer"
+
+
+FACTORIES = """
+import torch
+from dataclasses import dataclass
+
+class Scaled(torch.nn.Module):
+    def forward(self, x, y=None):
+        return x * 3.0 if y is None else x * y
+
+class WithExamples(Scaled):
+    def example_inputs(self):
+        return {"x": torch.ones(2, 5)}
+
+def pair(): return Scaled(), {"x": torch.ones(2, 5)}
+def positional(): return Scaled(), (torch.ones(2, 5), torch.ones(2, 5))
+def axes(): return Scaled(), {"x": torch.ones(2, 5)}, {"x": {1: "time"}}
+def bare(): return Scaled()
+def nothing(): return None
+def broken(): raise ValueError("no weights here")
+module = WithExamples()
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "shapes"),
+    [
+        ("pair", [("batch", "length")]),
+        ("positional", [("batch", "length")] * 2),
+        ("axes", [(2, "time")]),
+        ("module", [("batch", "length")]),
+        ("WithExamples", [("batch", "length")]),
+    ],
+)
+@pytest.mark.parametrize("form", ["file", "module"])
+def test_factories(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attribute: str,
+    shapes: list[tuple[Any, ...]],
+    form: str,
+) -> None:
+    if form == "module" and attribute != "pair":
+        pytest.skip("one is enough")
+    name = f"factories_{form}_{attribute}"
+    (tmp_path / f"{name}.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    traced = trace(f"{name}.py:{attribute}" if form == "file" else f"{name}:{attribute}")
+    assert [spec.shape for spec in traced.inputs] == shapes
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("bad_factories:bare", "example inputs are missing"),
+        ("bad_factories:nothing", "got NoneType, which is no model"),
+        ("bad_factories:broken", "no weights here"),
+        ("bad_factories:absent", "absent"),
+        ("no_such_module_anywhere:f", "cannot import 'no_such_module_anywhere'"),
+        ("missing.py:f", "missing.py does not exist"),
+    ],
+)
+def test_factories_that_do_not_follow_the_convention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, reason: str
+) -> None:
+    (tmp_path / "bad_factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=reason):
+        trace(reference)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (Scaled(), "example inputs are missing"),
+        (ModuleSource(Scaled(), {"z": torch.ones(2)}), "no argument 'z'"),
+        (ModuleSource(Scaled(), {"y": torch.ones(2)}), "lack 'x'"),
+        (ModuleSource(Scaled(), {"x": 3}), "is int, expected a tensor"),  # type: ignore[dict-item]
+        (ModuleSource(Scaled(), {"x": torch.ones(2)}, {"q": {0: "a"}}), "names 'q'"),
+        (ModuleSource(Scaled(), {"x": torch.ones(2)}, {"x": {7: "a"}}), "names axis 7"),
+        (ModuleSource(Scaled(), {"x": torch.ones(2)}, {"x": {0: "a b"}}), "must be a name"),
+        (ModuleSource(Scaled(), [torch.ones(2)] * 3), "do not fit"),
+    ],
+)
+def test_wrong_use_of_the_api(source: Any, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        trace(source)
+
+
+def test_fixed_length_is_reported() -> None:
+    with pytest.raises(UnsupportedModelError, match="ties or fixes a dimension.*length = 9"):
+        trace(ModuleSource(Fixed(), {"x": torch.ones(2, 9, 4)}))
+
+
+def test_fixed_length_may_be_declared() -> None:
+    source = ModuleSource(Fixed(), {"x": torch.ones(2, 9, 4)}, {"x": {0: "batch"}})
+    assert trace(source).inputs[0].shape == ("batch", 9, 4)
+
+
+def test_data_dependent_branch_is_reported() -> None:
+    with pytest.raises(UnsupportedModelError, match="cannot trace the model"):
+        trace(ModuleSource(Branching(), {"x": torch.ones(2, 9)}))
+
+
+def test_hash_follows_the_weights() -> None:
+    def hashed(shift: float) -> str:
+        module = Fixed()
+        with torch.no_grad():
+            module.position.add_(shift)
+        axes = {"x": {0: "batch"}}
+        return trace(ModuleSource(module, {"x": torch.ones(2, 9, 4)}, axes)).source_hash
+
+    assert hashed(0.0) == hashed(0.0) != hashed(1.0)
