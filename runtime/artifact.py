@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -126,7 +127,7 @@ def load(
     """
     folder, manifest = open_manifest(path)
     check_files(folder, manifest, hashes=verify)
-    _check_overloads(folder)
+    check_overloads(folder)
     session = open_session(
         folder / MODEL_NAME, folder=folder, provider=provider, threads=threads, config=config
     )
@@ -170,6 +171,22 @@ def check_files(folder: Path, manifest: Manifest, *, hashes: bool = True) -> Non
     for name in manifest.files:
         if name.endswith(".onnx"):
             _check_external_data(folder, name, manifest)
+
+
+def check_overloads(folder: Path) -> None:
+    """Refuse an ONNX Runtime that would silently run one variant of an operator for all.
+
+    Measured: 1.24 to 1.26 look functions up by domain and name only; 1.27 to 1.32 do not.
+    """
+    version = onnxruntime().__version__
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= (1, 27):
+        return
+    overloaded = sorted(onnx_wire.overloaded_functions(read_model(folder, MODEL_NAME)))
+    if overloaded:
+        raise TargetUnavailableError(
+            f"{folder / MODEL_NAME} has several variants of {', '.join(overloaded)}, which ONNX "
+            f"Runtime {version} confuses with each other. Install onnxruntime 1.27 or newer."
+        )
 
 
 def read_model(folder: Path, name: str) -> bytes:
@@ -274,22 +291,6 @@ def _check_external_data(folder: Path, name: str, manifest: Manifest) -> None:
                 f"{folder / name} reads weights from {location!r}, which the manifest does not "
                 "list. Convert again."
             )
-
-
-def _check_overloads(folder: Path) -> None:
-    """Refuse an ONNX Runtime that would silently run one variant of an operator for all.
-
-    Measured: 1.24 to 1.26 look functions up by domain and name only; 1.27 to 1.32 do not.
-    """
-    version = onnxruntime().__version__
-    if tuple(int(part) for part in version.split(".")[:2]) >= (1, 27):
-        return
-    overloaded = sorted(onnx_wire.overloaded_functions(read_model(folder, MODEL_NAME)))
-    if overloaded:
-        raise TargetUnavailableError(
-            f"{folder / MODEL_NAME} has several variants of {', '.join(overloaded)}, which ONNX "
-            f"Runtime {version} confuses with each other. Install onnxruntime 1.27 or newer."
-        )
 
 
 def _check_signature(manifest: Manifest, session: Any) -> None:

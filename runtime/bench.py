@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.runtime import onnx_wire
-from subquad.runtime.artifact import check_files, load, open_manifest
+from subquad.runtime.artifact import check_files, check_overloads, load, open_manifest
 from subquad.runtime.errors import (
     BudgetError,
     IntegrityError,
@@ -156,6 +156,7 @@ def bench(
     report = progress or (lambda message, share: None)
     folder, manifest = open_manifest(path)
     check_files(folder, manifest)
+    check_overloads(folder)
     if REFERENCE_NAME not in manifest.files:
         raise IntegrityError(f"{folder} has no {REFERENCE_NAME} to compare with. Convert again.")
     wanted = _lengths(lengths, manifest.max_length)

@@ -101,7 +101,8 @@ def open_session(
             f"which has {have}.{hint}"
         )
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    # 4 = fatal only: an error arrives as an exception, and needs no second telling on stderr.
+    options.log_severity_level = 4
     options.inter_op_num_threads = 1
     if threads is not None:
         options.intra_op_num_threads = threads
@@ -140,6 +141,7 @@ def run_session(session: Any, feeds: Feeds, names: Sequence[str]) -> list[NDArra
         with translated_errors("ONNX Runtime failed"):
             return list(session.run(list(names), dict(feeds)))
     options = ort.RunOptions()
+    options.log_severity_level = 4
     with ThreadPoolExecutor(1, "subquad-run") as executor:
         future = executor.submit(session.run, list(names), dict(feeds), options)
         try:
