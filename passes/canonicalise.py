@@ -34,7 +34,11 @@ class RemoveNoOpPass(ir.passes.InPlacePass):
 
 
 def canonicalise(model: ir.Model) -> None:
-    """Bring ``model`` into the form recognition reads; modifies it."""
+    """Bring ``model`` into the form recognition reads; modifies it.
+
+    Types and shapes are inferred first: recognition reads integers, floats and bools differently.
+    """
+    common_passes.ShapeInferencePass(data_prop=True)(model)
     RemoveNoOpPass()(model)
     common_passes.RemoveUnusedNodesPass()(model)
 
