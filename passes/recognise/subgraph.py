@@ -91,6 +91,12 @@ def _captured(node: ir.Node) -> Iterator[ir.Value]:
                 yield from (v for v in inner.inputs if v is not None and v.graph is node.graph)
 
 
+def _brief(error: Exception) -> str:
+    """What went wrong, without where in ONNX Runtime's sources."""
+    text = str(error).strip().split("Status Message: ")[-1]
+    return text.split(" was false. ")[-1].splitlines()[0][:200]
+
+
 class Piece:
     """A runnable copy of the nodes that compute ``outputs`` from ``inputs``.
 
@@ -135,7 +141,7 @@ class Piece:
                 ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
         except ORT_ERRORS as error:
-            raise OpaqueError(f"ONNX Runtime cannot run the subgraph alone: {error}") from error
+            raise OpaqueError(f"ONNX Runtime cannot run the subgraph alone: {_brief(error)}") from error
         self._inputs = {value.name for value in self._session.get_inputs()}
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
@@ -150,5 +156,5 @@ class Piece:
                 [value.name for value in self._outputs], used
             )
         except ORT_ERRORS as error:
-            raise OpaqueError(f"ONNX Runtime failed on the subgraph: {error}") from error
+            raise OpaqueError(f"ONNX Runtime failed on the subgraph: {_brief(error)}") from error
         return results
