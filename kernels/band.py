@@ -36,7 +36,6 @@ class Band:
         left, right: the window; both -1 when there is none.
         sinks: number of leading real positions always in the set.
         allowed_left, allowed_right: what the site allows; sinks are kept inside it.
-        block: queries per block.
     """
 
     left: int
@@ -44,7 +43,14 @@ class Band:
     sinks: int = 0
     allowed_left: int = UNLIMITED
     allowed_right: int = UNLIMITED
-    block: int = 128
+
+    @property
+    def block(self) -> int:
+        """Queries per block: wide windows share their tile among more queries.
+
+        A tile holds ``block + left + right`` keys, gathered once per block.
+        """
+        return 64 if self.left + self.right <= 256 else 128
 
     @property
     def has_window(self) -> bool:
@@ -94,7 +100,7 @@ def banded_attention(
 ) -> ir.Value:
     """Softmax attention over window, sinks and virtual key: ``[B, H, query_len, value_dim]``.
 
-    ``inputs`` have their padding zeroed; a virtual key excludes a softcap.
+    A virtual key excludes a softcap.
     """
     assert not (virtual and softcap)
     sink_slots, sinks_visible = _sinks(body, band, inputs)

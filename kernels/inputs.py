@@ -76,25 +76,6 @@ def declare_inputs(names: tuple[str, ...]) -> tuple[list[ir.Value], Inputs]:
     return formal, Inputs(query, key, value, key_mask, query_positions, key_positions)
 
 
-def zero_padding(body: Body, inputs: Inputs) -> Inputs:
-    """Keys and values of padding slots set to zero.
-
-    Padding may hold anything, NaN from a fully masked row upstream included, and a weight of
-    exactly zero does not silence NaN.
-    """
-    if inputs.key_mask is None:
-        return inputs
-    real = body.unsqueeze(inputs.key_mask, 1, 3)
-    return Inputs(
-        inputs.query,
-        body("Where", real, inputs.key, 0.0),
-        body("Where", real, inputs.value, 0.0),
-        inputs.key_mask,
-        inputs.query_positions,
-        inputs.key_positions,
-    )
-
-
 def offset(body: Body, inputs: Inputs) -> ir.Value:
     """Key slot of query slot 0, ``[1]`` int64: the same in every batch row."""
     query_positions, key_positions = inputs.positions

@@ -39,7 +39,7 @@ def attention_body(
     left: int,
     right: int,
 ) -> ir.Value:
-    """Choose the body; ``inputs`` have their padding zeroed."""
+    """Choose the body."""
     if left == UNLIMITED and right == UNLIMITED:
         if softcap:
             return _standard(body, heads, inputs, scale, softcap, left, right)
@@ -47,9 +47,7 @@ def attention_body(
 
     def general(inner: Body) -> ir.Value:
         if left != UNLIMITED and right != UNLIMITED:
-            block = min(128, max(16, left + right + 1))
-            band = Band(left, right, block=block)
-            return banded_attention(inner, band, heads, inputs, scale, softcap)
+            return banded_attention(inner, Band(left, right), heads, inputs, scale, softcap)
         return _standard(inner, heads, inputs, scale, softcap, left, right)
 
     small_window = UNLIMITED < left <= LARGEST_GATHERED_WINDOW

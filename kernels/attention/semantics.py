@@ -22,7 +22,6 @@ from subquad.kernels.inputs import (
     input_names,
     limit_label,
     number_label,
-    zero_padding,
 )
 from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.visibility import allowed_keys
@@ -100,7 +99,7 @@ class AttentionVariant:
         output = attention_body(
             body,
             self.heads,
-            zero_padding(body, inputs),
+            inputs,
             self.scale,
             self.softcap,
             self.window_left,

@@ -33,7 +33,6 @@ from subquad.kernels.inputs import (
     input_names,
     limit_label,
     number_label,
-    zero_padding,
 )
 from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.visibility import allowed_keys, in_band
@@ -149,7 +148,6 @@ class HybridVariant:
     def build_function(self) -> ir.Function:
         body = Body()
         formal, inputs = declare_inputs(self.input_names)
-        inputs = zero_padding(body, inputs)
         linear = self._linear_part(body, inputs)
         if not self.has_window and not self.sinks:
             assert linear is not None
@@ -163,7 +161,6 @@ class HybridVariant:
                 self.sinks,
                 self.allowed_left,
                 self.allowed_right,
-                block=min(128, max(16, self.window_left + self.window_right + 1)),
             )
             output = banded_attention(body, band, self.heads, inputs, self.scale, virtual=virtual)
         return body.function(self.op_type, self.overload, formal, output, self.attributes())
