@@ -251,7 +251,9 @@ def _input(node: ir.Node, number: int) -> ir.Value:
 
 
 def _require_only_use(value: ir.Value) -> None:
-    if len(value.uses()) != 1 or value.is_graph_output():
+    # Its shape may be asked for: nothing of the value itself is.
+    users = [use.node for use in value.uses() if use.node.op_type != "Shape"]
+    if len(users) != 1 or value.is_graph_output():
         raise OpaqueError(f"the intermediate value {value.name!r} is used elsewhere too")
 
 

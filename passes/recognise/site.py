@@ -45,7 +45,11 @@ class MaskPredicate:
             if self.window_left != UNLIMITED:
                 parts.append(f"window {self.window_left + 1}")
         elif self.is_banded:
-            parts.append(f"band -{self.window_left}..+{self.window_right}")
+            left, right = (
+                "inf" if limit == UNLIMITED else limit
+                for limit in (self.window_left, self.window_right)
+            )
+            parts.append(f"band -{left}..+{right}")
         else:
             parts.append("full")
         if self.key_padding:

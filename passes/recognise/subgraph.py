@@ -141,7 +141,9 @@ class Piece:
                 ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
         except ORT_ERRORS as error:
-            raise OpaqueError(f"ONNX Runtime cannot run the subgraph alone: {_brief(error)}") from error
+            raise OpaqueError(
+                f"ONNX Runtime cannot run the subgraph alone: {_brief(error)}"
+            ) from error
         self._inputs = {value.name for value in self._session.get_inputs()}
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

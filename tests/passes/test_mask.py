@@ -566,7 +566,7 @@ def test_default_of_an_input_is_no_constant() -> None:
 def ir_input(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
     tensor = ir.tensor(array, name=name)
     value = ir.Value(
-        name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
+        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
     )
     model.graph.inputs.append(value)
     model.graph.register_initializer(value)
