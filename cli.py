@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     Progress = Callable[[str, float | None], None]
     # Generic in the stubs, but not at run time in older releases of click.
     _IntsType = click.ParamType[tuple[int, ...]]
+    _NamesType = click.ParamType[tuple[str, ...]]
 else:
-    _IntsType = click.ParamType
+    _IntsType = _NamesType = click.ParamType
 
 INTERRUPTED = 130
 
@@ -49,7 +50,7 @@ class _Commands(click.Group):
 
 
 class _IntList(_IntsType):
-    """``128,512`` as a tuple of integers."""
+    """``128,512`` as a tuple of integers; a list of a configuration file as well."""
 
     name = "N,N,..."
 
@@ -61,6 +62,20 @@ class _IntList(_IntsType):
             return tuple(int(part) for part in parts)
         except (TypeError, ValueError):
             self.fail(f"{value!r} is no comma-separated list of integers.", param, ctx)
+
+
+class _NameList(_NamesType):
+    """``none,left`` as a tuple of names; a list of a configuration file as well."""
+
+    name = "NAME,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            self.fail(f"{value!r} is no comma-separated list of names.", param, ctx)
+        return tuple(str(part).strip() for part in parts)
 
 
 def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
@@ -77,18 +92,23 @@ def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None)
         if name not in cli.commands or not isinstance(table, dict):
             known = ", ".join(f"[{command}]" for command in cli.commands)
             raise click.UsageError(f"{value}: {name!r} is not one of the tables {known}.")
-    parameters = {item.name: item for item in ctx.command.params if item.name != param.name}
+    settings = {_setting(item): item for item in ctx.command.params if item is not param}
     defaults: dict[str, Any] = {}
     for key, setting in tables.get(ctx.command.name or "", {}).items():
-        name = key.replace("-", "_")
-        if name not in parameters:
-            known = ", ".join(sorted(item.replace("_", "-") for item in parameters if item))
+        if key not in settings:
             raise click.UsageError(
-                f"{value}: [{ctx.command.name}] has no setting {key!r}; known: {known}."
+                f"{value}: [{ctx.command.name}] has no setting {key!r}; known: "
+                f"{', '.join(sorted(settings))}."
             )
-        multiple = getattr(parameters[name], "multiple", False)
+        multiple = getattr(settings[key], "multiple", False)
+        name = settings[key].name or key
         defaults[name] = [setting] if multiple and not isinstance(setting, list) else setting
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
+
+
+def _setting(parameter: click.Parameter) -> str:
+    """The name of a parameter in a configuration file: that of its flag, without the dashes."""
+    return max(parameter.opts, key=len).removeprefix("--")
 
 
 def _common(function: Callable[..., None]) -> Callable[..., None]:
@@ -283,7 +303,7 @@ lines, or .npz with one array per input. Without data, inputs are made up.
 @click.option("--data", type=click.Path(path_type=Path), help="Held-out inputs; see below.")
 @click.option("--lengths", type=_IntList(), help="Sequence lengths [default: a few up to 512].")
 @click.option(
-    "--paddings", metavar="NAME,...", help="Of none, right, left, holes [default: all four]."
+    "--paddings", type=_NameList(), help="Of none, right, left, holes [default: all four]."
 )
 @click.option("--rows", type=click.IntRange(min=1), help="Rows per length and padding.")
 @click.option(
@@ -311,7 +331,7 @@ def validate(
     artifact: Path,
     data: Path | None,
     lengths: tuple[int, ...] | None,
-    paddings: str | Sequence[str] | None,
+    paddings: tuple[str, ...] | None,
     rows: int | None,
     budget: tuple[str, ...],
     metamorphic: bool,
@@ -326,13 +346,12 @@ def validate(
     from subquad.runtime.samples import PADDINGS
     from subquad.runtime.validate import validate as run_validation
 
-    names = paddings.split(",") if isinstance(paddings, str) else paddings
     with _working() as progress:
         result = run_validation(
             artifact,
             data=data,
             lengths=lengths,
-            paddings=PADDINGS if names is None else names,
+            paddings=PADDINGS if paddings is None else paddings,
             rows=rows,
             budget=Budget.parse(budget),
             metamorphic=metamorphic,

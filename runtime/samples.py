@@ -459,7 +459,7 @@ def read_documents(path: Path, *, split: bool) -> list[str]:
     if path.suffix == ".jsonl":
         documents = [
             _json_text(line, f"{path}:{number}")
-            for number, line in enumerate(text.splitlines(), start=1)
+            for number, line in enumerate(text.split("\n"), start=1)
             if line.strip()
         ]
     elif split:
@@ -468,7 +468,7 @@ def read_documents(path: Path, *, split: bool) -> list[str]:
             documents = [line.strip() for line in text.splitlines()]
     else:
         documents = [text]
-    documents = [document for document in documents if document]
+    documents = [document for document in documents if document.strip()]
     if not documents:
         raise UsageError(f"{path} holds no text.")
     return documents

@@ -97,8 +97,8 @@ def test_relative_change_sees_every_bit() -> None:
     values = np.array([0.0, 1.0, np.nan], np.float32)
     assert relative_change(values, values.copy()) == 0.0
     assert relative_change(values[:2], np.array([-0.0, 1.0], np.float32)) > 0.0
-    assert relative_change(np.float32([2.0]), np.float32([1.0])) == 0.5
-    assert relative_change(np.float32([1.0]), np.float32([np.nan])) == math.inf
+    assert relative_change(np.array([2.0]), np.array([1.0])) == 0.5
+    assert relative_change(np.array([1.0]), np.array([np.nan])) == math.inf
 
 
 def test_json_has_no_nan() -> None:
