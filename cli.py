@@ -148,7 +148,7 @@ def _execution(function: Callable[..., None]) -> Callable[..., None]:
 First steps:
   subquad inspect ./my-model              which attentions are in it?
   subquad convert ./my-model out          exact conversion, nothing changes
-  subquad convert ./my-model out --force window:window=256 --overwrite
+  subquad convert ./my-model out --force window:256 --overwrite
   subquad validate out --data heldout.txt --budget ppl=1%
   subquad bench out --lengths 512,4096
 
@@ -209,7 +209,7 @@ def inspect(source: str, as_json: bool) -> None:
 Examples:
   subquad convert ./my-model out                   exact: outputs stay the same
   subquad convert ./my-model out --force elu --sites 2-5
-  subquad convert ./my-model out --force window:window=128@0-3 --force elu@4
+  subquad convert ./my-model out --force window:128@0-3 --force elu@4
   subquad convert my_package.models:build out
 
 \b

@@ -81,11 +81,14 @@ class MetamorphicResult:
     Attributes:
         checks: comparisons made, by relation.
         source_reacts: comparisons in which the reference changes as much, by relation.
+        visible_reactions: comparisons of ``future`` and ``batch`` in which any output changed
+            anywhere. With none, the model reads no tokens and the comparisons have no power.
         not_applicable: relation -> why it was not tested.
     """
 
     checks: dict[str, int] = field(default_factory=dict)
     source_reacts: dict[str, int] = field(default_factory=dict)
+    visible_reactions: int = 0
     not_applicable: dict[str, str] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
 

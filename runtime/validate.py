@@ -493,6 +493,11 @@ class _Validation:
                     f"{where}: {difference.non_finite} values are NaN or infinite, but finite in "
                     "the reference"
                 )
+            if difference.vectors and difference.squared_reference == 0.0:
+                self.failures.append(
+                    f"{where}: the reference gives zeros only, so nothing was compared; the "
+                    "source's weights may have been lost"
+                )
             if difference.reference_non_finite:
                 self.notes.append(f"{where}: the reference itself has NaN or infinite values")
         self.results.append(
@@ -519,7 +524,11 @@ class _Validation:
             self.manifest, self.layout, batch, causal=self.causal, seed=self.seed
         ):
             result.checks[change.relation] = result.checks.get(change.relation, 0) + 1
-            moved = output_changes(self.manifest, change, got, run_model(change.feeds))
+            after = run_model(change.feeds)
+            if change.relation != "padding":
+                same = all(np.array_equal(got[name], after[name]) for name in got)
+                result.visible_reactions += not same
+            moved = output_changes(self.manifest, change, got, after)
             if not moved:
                 continue
             expected = output_changes(self.manifest, change, want, run_reference(change.feeds))
@@ -540,6 +549,14 @@ class _Validation:
             )
 
     def _explain_untested(self) -> None:
+        checks = self.metamorphic.checks
+        if checks.get("future", 0) + checks.get("batch", 0) and (
+            self.metamorphic.visible_reactions == 0
+        ):
+            self.failures.append(
+                "other tokens change no output at all: nothing was tested; the source's weights "
+                "may have been lost"
+            )
         missing = {
             "padding": "no case has padding (no padding mask input, or no padded inputs)",
             "future": "not every self-attention is causal"

@@ -133,7 +133,7 @@ def test_interrupted(run: Run, pipeline: FakePipeline) -> None:
 
 def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
     result = run(
-        *("convert", "m.onnx", "out", "--force", "window:window=8@0-3", "--force", "elu@4"),
+        *("convert", "m.onnx", "out", "--force", "window:8@0-3", "--force", "elu@4"),
         *("--overwrite", "--require-sites", "all", "--allow-declined", "--strict-causal"),
         *("--seed", "3", "--json"),
     )
@@ -143,7 +143,7 @@ def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
     assert call == {
         "source": "m.onnx",
         "output": Path("out"),
-        "force": ("window:window=8@0-3", "elu@4"),
+        "force": ("window:8@0-3", "elu@4"),
         "overwrite": True,
         "require_sites": "all",
         "allow_declined": True,

@@ -36,6 +36,7 @@ def test_an_exact_artifact_passes(decoder: Path) -> None:
     assert [site.name for site in result.sites] == [f"layers.{i}.attention" for i in range(3)]
     assert all(site.relative_l2 is not None and site.relative_l2 < 1e-6 for site in result.sites)
     assert result.first_diverging is None
+    assert result.metamorphic is not None and result.metamorphic.visible_reactions > 0
     assert result.peak_rss_bytes is None or result.peak_rss_bytes > 1 << 20
     assert {(case.length, case.padding) for case in result.cases} >= {(1, "none"), (34, "holes")}
 
@@ -129,6 +130,18 @@ def test_nan_fails_even_without_a_budget(make: Make) -> None:
     assert result.verdict == "fail"
     assert "NaN or infinite" in result.reasons[0]
     json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_zeros_on_both_sides_are_no_agreement(make: Make) -> None:
+    # Lost weights: model and reference agree to the bit, and mean nothing.
+    result = quick(make(Tiny(zero=True)), metamorphic=False)
+    assert result.verdict == "fail"
+    assert "the reference gives zeros only" in result.reasons[0]
+
+
+def test_a_model_that_ignores_its_tokens_has_not_been_tested(make: Make) -> None:
+    result = quick(make(Tiny(zero=True)))
+    assert "other tokens change no output at all" in " ".join(result.reasons)
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -45,6 +45,7 @@ class Tiny:
         perturbed: layer of ``model.onnx`` whose scale is off by ``perturbation``.
         leak: layer of ``model.onnx`` that sees everything: later tokens and padding.
         nan: layer of ``model.onnx`` that yields NaN.
+        zero: whether all weights are zero.
     """
 
     layers: int = 3
@@ -55,6 +56,7 @@ class Tiny:
     perturbation: float = 0.05
     leak: int | None = None
     nan: int | None = None
+    zero: bool = False
 
 
 def build(folder: Path, tiny: Tiny | None = None) -> Path:
@@ -122,9 +124,10 @@ def _weights(tiny: Tiny) -> dict[str, NDArray[np.float32]]:
     for layer in range(tiny.layers):
         # Large enough that attention is far from uniform: errors must show.
         shapes |= {f"{name}{layer}": (WIDTH, WIDTH) for name in ("wq", "wk", "wv", "wo")}
+    gain = 0.0 if tiny.zero else 1.0
     shapes["head"] = (WIDTH, VOCABULARY if tiny.causal else WIDTH)
     return {
-        name: rng.normal(0.0, 1.0 if "w" not in name else 0.4, shape).astype(np.float32)
+        name: rng.normal(0.0, gain * (0.4 if "w" in name else 1.0), shape).astype(np.float32)
         for name, shape in shapes.items()
     }
 
