@@ -24,12 +24,12 @@ Make = Callable[[Tiny], Path]
 
 
 def quick(path: Path, **options: Any) -> ValidationResult:
-    defaults: dict[str, Any] = {"lengths": (1, 9, 34), "threads": 1}
+    defaults: dict[str, Any] = {"lengths": (1, 9), "threads": 1}
     return validate(path, **defaults | options)
 
 
 def test_an_exact_artifact_passes(decoder: Path) -> None:
-    result = quick(decoder)
+    result = quick(decoder, lengths=(1, 9, 34))
     assert result.verdict == "pass"
     assert result.exact and result.synthetic and "SYNTHETIC" in result.data
     assert result.measured["rel"] is not None and result.measured["rel"] < 1e-6
