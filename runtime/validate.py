@@ -313,6 +313,7 @@ class _Validation:
         self.results: list[CaseResult] = []
         self.skipped: list[dict[str, Any]] = []
         self.failures: list[str] = []
+        self._failed: set[str] = set()
         self.notes: list[str] = []
         self.metamorphic = MetamorphicResult()
         self._cases: list[Case] = []
@@ -439,6 +440,12 @@ class _Validation:
             "ppl": _worst(max, [ratio - 1.0 for ratio in ratios if ratio is not None]),
         }
 
+    def _fail_once(self, kind: str, sentence: str) -> None:
+        """Record the first failure of each kind; the cases have the others."""
+        if kind not in self._failed:
+            self._failed.add(kind)
+            self.failures.append(sentence)
+
     def _skip(self, length: int, reason: str) -> None:
         item = {"length": length, "reason": reason}
         if item not in self.skipped:
@@ -489,14 +496,16 @@ class _Validation:
         for name, difference in differences.items():
             where = f"output {name}, length {case.length}, padding {case.padding}"
             if difference.non_finite:
-                self.failures.append(
+                self._fail_once(
+                    f"{name} is not finite",
                     f"{where}: {difference.non_finite} values are NaN or infinite, but finite in "
-                    "the reference"
+                    "the reference",
                 )
             if difference.vectors and difference.squared_reference == 0.0:
-                self.failures.append(
+                self._fail_once(
+                    f"{name} is zero",
                     f"{where}: the reference gives zeros only, so nothing was compared; the "
-                    "source's weights may have been lost"
+                    "source's weights may have been lost",
                 )
             if difference.reference_non_finite:
                 self.notes.append(f"{where}: the reference itself has NaN or infinite values")
