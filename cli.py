@@ -609,7 +609,10 @@ def _table(*columns: str, title: str | None = None) -> Table:
     table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False)
     for name in columns:
         right = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+        # Folded, not cut: a name that ends in dots cannot be passed to --sites.
+        table.add_column(
+            name.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+        )
     return table
 
 
