@@ -280,11 +280,13 @@ class _Raiser:
 
 
 def _key_mask(builder: NodeBuilder, padding: ir.Value, derived: DerivedMask) -> ir.Value:
+    """Real keys as the source tells them: it may compare with one where we would cast."""
     if derived.padding_test == "nonzero":
         return builder.key_mask(padding)
     as_float = builder.op("Cast", padding, to=int(ir.DataType.FLOAT))
-    one = builder.op("Constant", value_float=1.0)
-    return builder.op("Equal", as_float, one, dtype=ir.DataType.BOOL)
+    limit = builder.op("Constant", value_float=1.0 if derived.padding_test == "one" else 0.0)
+    op_type = "Equal" if derived.padding_test == "one" else "Greater"
+    return builder.op(op_type, as_float, limit, dtype=ir.DataType.BOOL)
 
 
 def _module_path(node: ir.Node) -> str:

@@ -512,6 +512,18 @@ def atoms(term: Term) -> list[Atom]:
     return list(found)
 
 
+def count_functions(term: Term) -> int:
+    """The number of distinct function applications in a term."""
+    seen: set[Apply] = set()
+    stack = [term]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, Apply) and current not in seen:
+            seen.add(current)
+            stack.extend(current.args)
+    return len(seen)
+
+
 def evaluate(
     term: Term, values: Mapping[Atom, Number], sizes: Mapping[Symbol, int] | None = None
 ) -> Number:

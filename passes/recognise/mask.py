@@ -10,7 +10,7 @@ and padding at once; probing (``probe``) then checks it against the graph.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -30,6 +30,7 @@ from subquad.passes.recognise.expressions import (
     Term,
     at_least_zero,
     atoms,
+    count_functions,
     evaluate,
     position,
 )
@@ -40,7 +41,16 @@ from subquad.passes.recognise.tensors import Index, show
 # exp(-9000) is 0 in float32 whatever the other scores, unless they differ by thousands too.
 HIDDEN_BELOW = -9.0e3
 _MAX_ATOMS = 10
-# Values of a padding input besides 0 and 1 that tell "not zero" from "equal to one".
+# Evaluations of one operator on one assignment, for one mask.
+_MAX_EVALUATIONS = 2_000_000
+
+PaddingTest: TypeAlias = Literal["nonzero", "positive", "one"]
+_PADDING_TESTS: tuple[tuple[PaddingTest, Callable[[int], bool]], ...] = (
+    ("nonzero", lambda x: x != 0),
+    ("positive", lambda x: x > 0),
+    ("one", lambda x: x == 1),
+)
+# Values of a padding input besides 0 and 1 that tell these tests apart.
 _OTHER_VALUES = (2, 3, 7, 255, -1)
 
 MaskKind: TypeAlias = Literal["visible", "hidden", "additive"]
@@ -75,7 +85,7 @@ class DerivedMask:
 
     predicate: MaskPredicate
     padding_input: str
-    padding_test: Literal["nonzero", "one"]
+    padding_test: PaddingTest
     derivation: str
 
 
@@ -105,13 +115,13 @@ def derive_mask(
         parts.append((at_least_zero(causal), "visible"))
     try:
         literals = _conjunction(parts)
+        padding_test: PaddingTest = "nonzero"
+        entry = next((atom for atom in literals if isinstance(atom, Entry)), None)
+        if entry is not None:
+            _check_padding(literals, shape)
+            padding_test = _padding_test(parts, literals, entry)
     except RecursionError:
         raise OpaqueError("a mask nested too deeply") from None
-    padding_test: Literal["nonzero", "one"] = "nonzero"
-    entry = next((atom for atom in literals if isinstance(atom, Entry)), None)
-    if entry is not None:
-        _check_padding(literals, shape)
-        padding_test = _padding_test(parts, literals, entry)
     return _interpret(literals, shape, padding_test)
 
 
@@ -165,7 +175,8 @@ def _assignments(variables: Sequence[Atom]) -> list[dict[Atom, Number]]:
 def _conjunction(parts: Sequence[tuple[Term, MaskKind]]) -> dict[Atom, bool]:
     """The literals whose conjunction "visible" is, for every feasible assignment."""
     variables = list(dict.fromkeys(atom for term, _ in parts for atom in atoms(term)))
-    if len(variables) > _MAX_ATOMS:
+    work = sum(count_functions(term) for term, _ in parts) << len(variables)
+    if len(variables) > _MAX_ATOMS or work > _MAX_EVALUATIONS:
         raise OpaqueError(f"a mask over {len(variables)} different conditions")
     table = [(row, _visible(parts, row)) for row in _assignments(variables)]
     seen = [row for row, visible in table if visible]
@@ -221,7 +232,7 @@ def _check_padding(literals: Mapping[Atom, bool], shape: ScoreShape) -> None:
 
 def _padding_test(
     parts: Sequence[tuple[Term, MaskKind]], literals: Mapping[Atom, bool], entry: Entry
-) -> Literal["nonzero", "one"]:
+) -> PaddingTest:
     """Which values of the padding input mark real keys.
 
     Values for which the mask is no mask (``(1 - x) * -1e4`` at 2) say that only 0 and 1 occur.
@@ -230,26 +241,24 @@ def _padding_test(
         return "nonzero"
     others = [atom for term, _ in parts for atom in atoms(term) if atom != entry]
     rows = _assignments(list(dict.fromkeys(others)))
-    nonzero = one = True
+    matching = list(_PADDING_TESTS)
     for number, row in itertools.product(_OTHER_VALUES, rows):
         try:
             visible = _visible(parts, {**row, entry: number})
         except OpaqueError:
             continue
         rest = all(bool(row[atom]) == value for atom, value in literals.items() if atom != entry)
-        nonzero, one = nonzero and visible == rest, one and not visible
-    if nonzero:
-        return "nonzero"
-    if one:
-        return "one"
-    raise OpaqueError(f"keys are told apart by other values of {entry} than 0 and 1")
+        matching = [(name, test) for name, test in matching if visible == (rest and test(number))]
+    if not matching:
+        raise OpaqueError(f"keys are told apart by other values of {entry} than 0 and 1")
+    return matching[0][0]
 
 
 # --- limits --------------------------------------------------------------------------------
 
 
 def _interpret(
-    literals: Mapping[Atom, bool], shape: ScoreShape, padding_test: Literal["nonzero", "one"]
+    literals: Mapping[Atom, bool], shape: ScoreShape, padding_test: PaddingTest
 ) -> DerivedMask:
     padding = ""
     reasons: list[str] = []
@@ -257,7 +266,7 @@ def _interpret(
     for atom, value in literals.items():
         if isinstance(atom, Entry):
             padding = atom.source
-            reasons.append(f"{atom} is {'1' if padding_test == 'one' else 'set'}")
+            reasons.append(f"{atom} is {padding_test}")
         else:
             limits.append(_limit(atom, value))
             reasons.append(str(AtLeastZero(limits[-1])))

@@ -70,6 +70,10 @@ def causal_real(g: Graph, n: Lengths) -> str:
     return g("And", causal(g, n), real(g, n))
 
 
+def causal_real_at_end(g: Graph, n: Lengths) -> str:
+    return g("And", causal_at_end(g, n), real(g, n))
+
+
 def double_negation(g: Graph, n: Lengths) -> str:
     return g("Not", g("Not", causal_real(g, n)))
 
@@ -228,7 +232,7 @@ def test_mask_is_derived(build: MaskBuilder, kind: Kind, meaning: str) -> None:
 def test_derivation_reads_as_a_sentence() -> None:
     _, result = raised(attention_model(causal_real))
     assert only_site(result).proof.mask == (
-        "causal, key padding: visible where i >= j and padding[b, j] is set, at every length"
+        "causal, key padding: visible where i >= j and padding[b, j] is nonzero, at every length"
     )
 
 
@@ -259,6 +263,7 @@ DECODE = ((1, 1), (1, 9), (4, 30), (7, 210))
     [
         (causal_at_end, "length", "total", "end"),
         (causal_at_end, "length", "past + length", "end"),
+        (causal_real_at_end, "length", "past + length", "end"),
         (gpt2_buffer, "length", "past + length", "end"),
         (causal, "length", "total", "start"),
     ],
@@ -308,13 +313,17 @@ def test_padding_input_of_any_type(dtype: int, numpy: type) -> None:
 
 def test_padding_test_for_one_is_kept() -> None:
     """A graph that compares with 1 hides keys marked 2; one that casts to bool does not."""
-    for build in (equals_one, real, equals_zero):
+
+    def positive(g: Graph, n: Lengths) -> str:
+        return g("Unsqueeze", g("Greater", n.padding, g.const(0, np.int64)), [1, 2])
+
+    for build in (equals_one, real, equals_zero, positive):
         kind: Kind = "hidden" if build is equals_zero else "visible"
         model = attention_model(build, kind=kind)
         copy, result = raised(model)
         assert only_site(result).mask.key_padding
         feeds = random_feeds(np.random.default_rng(0), 3, 11, 11)
-        feeds["padding"] *= np.arange(11) % 3
+        feeds["padding"] *= np.arange(11) % 4 - 1
         want = oracle(feeds, seen_by_source(Runner(model), feeds, kind))
         assert np.linalg.norm(Runner(copy)(feeds)[0] - want) <= 1e-5 * np.linalg.norm(want)
 
@@ -591,6 +600,20 @@ def test_deep_and_shared_masks_end() -> None:
     assert only_site(raised(attention_model(shared))[1]).mask.is_causal
     reason = only_reason(raised(attention_model(deep))[1])
     assert "nested too deeply" in reason or "more than 600 nodes" in reason
+
+
+def test_mask_measured_deep_in_the_model() -> None:
+    """Sizes read from the scores of a late layer do not drag the model into the proof."""
+    g = Graph()
+    x = g.input("x", FLOAT, ["batch", 2, "length", 6])
+    for _ in range(700):
+        x = g("Neg", x)
+    scores = g("MatMul", x, g("Transpose", x, perm=[0, 1, 3, 2]))
+    slots = [g.arange(g.dim(scores, axis)) for axis in (2, 3)]
+    later = g("Greater", g("Unsqueeze", slots[1], [0]), g("Unsqueeze", slots[0], [1]))
+    masked = g("Where", later, -1e9, scores)
+    model = g.model([g("MatMul", g("Softmax", masked, axis=-1), x)])
+    assert only_site(raised(model)[1]).mask.describe() == "causal"
 
 
 def test_sum_of_many_selections_ends() -> None:
