@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ def trace_huggingface(folder: Path) -> TracedModel:
     traced = export_module(
         model, inputs, dynamic_axes, find_weight=_weight_finder(weights), what=what
     )
+    limit = max_positions(model.config)
     del model
     _drop_outputs_of_missing(traced, missing, what)
     specs = describe_signature(traced.graph)
@@ -81,6 +82,7 @@ def trace_huggingface(folder: Path) -> TracedModel:
         inputs=specs[0],
         outputs=specs[1],
         companions=find_companions(folder),
+        max_length=limit if any("length" in spec.shape for spec in specs[0]) else None,
     )
 
 
@@ -250,7 +252,11 @@ def _example_inputs(
         if name in accepted:
             inputs[name], axes[name] = tensor, dynamic
 
-    ids = torch.ones(_BATCH, _LENGTH, dtype=torch.int64)
+    limit = max_positions(config)
+    length = _LENGTH if limit is None else min(_LENGTH, limit - 3)
+    if length < 2:
+        raise UnsupportedModelError(f"{what}: at most {limit} positions; too short to trace.")
+    ids = torch.ones(_BATCH, length, dtype=torch.int64)
     sequence = {0: "batch", 1: "length"}
     main = model.main_input_name
     wants_text = main == "input_ids" or (
@@ -278,7 +284,7 @@ def _example_inputs(
         frames = 2 * config.max_source_positions
         add("input_features", torch.zeros(_BATCH, config.num_mel_bins, frames), {0: "batch"})
     if getattr(config, "is_encoder_decoder", False):
-        target = torch.ones(_BATCH, _TARGET_LENGTH, dtype=torch.int64)
+        target = torch.ones(_BATCH, min(_TARGET_LENGTH, length), dtype=torch.int64)
         add("decoder_input_ids", target, {0: "batch", 1: "decoder_length"})
     if main not in inputs:
         raise UnsupportedModelError(
@@ -288,29 +294,40 @@ def _example_inputs(
     return {name: inputs[name] for name in accepted if name in inputs}, axes
 
 
+def max_positions(config: Any) -> int | None:
+    """Longest sequence the config admits, where it says so."""
+    for part in (config, getattr(config, "text_config", None)):
+        limit = getattr(part, "max_position_embeddings", None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
+
+
 def _match_weights(
     model: torch.nn.Module, checkpoint: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor]:
+) -> dict[int, StoredTensor]:
     """Which parameter is which checkpoint tensor, proved by comparing every value.
 
-    A matched parameter's memory is replaced by never-touched pages, so from here on the model
-    weighs nothing; the export only looks at shapes.
-    """
-    import torch
+    A large matched parameter's memory is replaced by never-touched pages, so from here on the
+    model weighs nothing; the export only looks at shapes.
 
+    Returns:
+        Address of each matched parameter -> its tensor. Addresses, because tied parameters have
+        several names; they stay valid as long as ``model`` lives.
+    """
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for key, stored in checkpoint.items():
         by_shape.setdefault(stored.shape, []).append(key)
-    found: dict[str, StoredTensor] = {}
+    found: dict[int, StoredTensor] = {}
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         match = _matching_key(name, parameter, by_shape, checkpoint)
-        if match is not None:
-            found[name] = checkpoint[match]
         # Every tensor has to let go of the loader's mapping of the file, or its pages stay.
         if match is not None and parameter.numel() >= _WORTH_RELEASING:
             parameter.data = _weightless(parameter)
         else:
             parameter.data = parameter.data.clone()
+        if match is not None:
+            found[parameter.data_ptr()] = checkpoint[match]
     return found
 
 
@@ -368,9 +385,11 @@ def _same_values(values: np.ndarray[Any, Any], stored: StoredTensor) -> bool:
     return True
 
 
-def _weight_finder(weights: Mapping[str, StoredTensor]) -> Any:
-    def find(name: str) -> ir.TensorProtocol | None:
-        stored = weights.get(name)
+def _weight_finder(
+    weights: Mapping[int, StoredTensor],
+) -> Callable[[str, int], ir.TensorProtocol | None]:
+    def find(name: str, address: int) -> ir.TensorProtocol | None:
+        stored = weights.get(address)
         return None if stored is None else stored.to_ir(name, ir.DataType.FLOAT)
 
     return find
@@ -407,7 +426,8 @@ def _drop_outputs_of_missing(model: ir.Model, missing: frozenset[str], what: str
     model.graph.outputs[:] = keep
     import onnx_ir.passes.common as common
 
-    common.RemoveUnusedNodesPass()(model)
+    with quiet():
+        common.RemoveUnusedNodesPass()(model)
 
 
 def _first_line(error: BaseException) -> str:

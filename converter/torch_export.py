@@ -43,7 +43,7 @@ def export_module(
     inputs: Mapping[str, torch.Tensor],
     dynamic_axes: Mapping[str, Mapping[int, str]],
     *,
-    find_weight: Callable[[str], ir.TensorProtocol | None] = lambda name: None,
+    find_weight: Callable[[str, int], ir.TensorProtocol | None] = lambda name, address: None,
     what: str,
 ) -> ir.Model:
     """Trace ``module`` and name every dynamic dimension.
@@ -52,7 +52,7 @@ def export_module(
         module: in eval mode.
         inputs: example tensors by ``forward`` argument name.
         dynamic_axes: per input, axis -> dimension name; equal names are one dimension.
-        find_weight: lazy tensor for a parameter or buffer name, or None to keep it from memory.
+        find_weight: ``(name, data_ptr) -> lazy tensor``, or None to keep the tensor from memory.
         what: how error messages call the source.
 
     Returns:
@@ -206,16 +206,20 @@ def _to_onnx(program: ExportedProgram, what: str) -> ir.Model:
 
 
 def _use_stored_weights(
-    model: ir.Model, find_weight: Callable[[str], ir.TensorProtocol | None]
+    model: ir.Model, find_weight: Callable[[str, int], ir.TensorProtocol | None]
 ) -> None:
+    from torch.onnx._internal.exporter._core import TorchTensor
+
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        stored = find_weight(name)
+        assert tensor is not None, name
+        # By address: of tied parameters, the exporter keeps either name.
+        address = tensor.raw.data_ptr() if isinstance(tensor, TorchTensor) else 0
+        stored = find_weight(name, address)
         if stored is not None:
-            assert tensor is not None and stored.shape == tensor.shape, name
-            assert stored.dtype == tensor.dtype, name
+            assert stored.shape == tensor.shape and stored.dtype == tensor.dtype, name
             value.const_value = stored
-        elif tensor is not None:
+        else:
             # NumPy view of the parameter; frees us from torch objects later on.
             value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
 

@@ -24,6 +24,7 @@ class TracedModel:
         source_hash: sha256 over the source's files, or over graph and weights for Python objects.
         inputs, outputs: the signature, with roles found by following each input through the graph.
         companions: tokenizer and config files to copy into the artifact.
+        max_length: longest sequence the source accepts, where known.
     """
 
     model: ir.Model
@@ -34,3 +35,4 @@ class TracedModel:
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
     companions: tuple[Path, ...] = field(default=())
+    max_length: int | None = None

@@ -35,7 +35,6 @@ class Case:
     traced: TracedModel
     artifact: Path
     files: dict[str, dict[str, Any]]
-    noise: str
 
     def run(self, inputs: dict[str, torch.Tensor]) -> list[np.ndarray]:
         session = onnxruntime.InferenceSession(str(self.artifact / "model.onnx"))
@@ -52,15 +51,13 @@ def _enlarge(model: torch.nn.Module) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def _case(
-    folder: Path, eager: torch.nn.Module, capture: pytest.CaptureFixture[str] | None = None
-) -> Case:
+def _case(folder: Path, eager: torch.nn.Module) -> Case:
     artifact = folder / "artifact"
     artifact.mkdir()
     traced = trace(folder)
     models = {"model.onnx": traced.model, "reference.onnx": traced.reference}
     files = write_models(artifact, models)
-    return Case(folder, eager.eval(), traced, artifact, files, "")
+    return Case(folder, eager.eval(), traced, artifact, files)
 
 
 def _edit_config(folder: Path, **changes: Any) -> None:
@@ -91,8 +88,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     _edit_config(folder, architectures=None)
     assert (folder / "model.safetensors.index.json").is_file()
     (folder / "tokenizer.json").write_text("{}")
-    model.config.use_cache = False
-    yield _case(folder, model.to(torch.float32))
+    # Loaded anew: the round trip through bfloat16 rounded the rotary frequencies as well.
+    eager = transformers.LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", use_cache=False
+    )
+    yield _case(folder, eager)
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +145,19 @@ def _text(batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def _assert_close(got: np.ndarray, want: np.ndarray) -> None:
+    """float32 through two sharp layers; a 1 % error of the attention scale gives over 1e-2."""
+    assert got.shape == want.shape
+    assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
+
+
 def test_llama_equals_eager(llama: Case) -> None:
     for batch, length in SIZES:
         inputs = _text(batch, length, 320)
         with torch.no_grad():
             want = llama.eager(**inputs).logits.numpy()
         real = inputs["attention_mask"].numpy().astype(bool)
-        # float32 through two layers; logits of size 100
-        np.testing.assert_allclose(llama.run(inputs)[0][real], want[real], rtol=1e-3, atol=1e-3)
+        _assert_close(llama.run(inputs)[0][real], want[real])
 
 
 def test_bert_equals_eager(bert: Case) -> None:
@@ -162,7 +167,7 @@ def test_bert_equals_eager(bert: Case) -> None:
         with torch.no_grad():
             want = bert.eager(**inputs).last_hidden_state.numpy()
         real = inputs["attention_mask"].numpy().astype(bool)
-        np.testing.assert_allclose(bert.run(inputs)[0][real], want[real], rtol=1e-3, atol=1e-3)
+        _assert_close(bert.run(inputs)[0][real], want[real])
 
 
 def test_vit_equals_eager(vit: Case) -> None:
@@ -171,7 +176,7 @@ def test_vit_equals_eager(vit: Case) -> None:
         with torch.no_grad():
             want = vit.eager(pixel_values=pixels).logits.numpy()
         got = vit.run({"pixel_values": pixels})[0]
-        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+        _assert_close(got, want)
 
 
 def test_signatures(llama: Case, bert: Case, vit: Case) -> None:
@@ -225,7 +230,7 @@ def test_weights_are_lazy(llama: Case, bert: Case, vit: Case) -> None:
 def test_tied_embedding_is_stored_once(llama: Case) -> None:
     """Gather needs W, the head W^T: one copy in the file and a Transpose for the runtime."""
     graph = llama.traced.model.graph
-    embedding = graph.initializers["model.embed_tokens.weight"]
+    (embedding,) = (v for v in graph.initializers.values() if tuple(v.shape or ()) == (320, 72))
     users = sorted(node.op_type for node, _ in embedding.uses())
     assert users == ["Gather", "Transpose"]
     weights_once = sum(p.numel() for p in llama.eager.parameters()) * 4
@@ -245,6 +250,7 @@ def test_companions_and_names(llama: Case) -> None:
     assert not any("index.json" in name for name in names)
     assert llama.traced.kind == "huggingface"
     assert "/" not in llama.traced.source_name
+    assert llama.traced.max_length == 128
 
 
 def test_hash_follows_config_and_weights_only(bert: Case) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime
@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+import subquad.converter.module
 from subquad.converter.emit import write_models
 from subquad.converter.module import ModuleSource
 from subquad.converter.source import trace
+from subquad.converter.source_hash import hash_model
 from subquad.runtime.errors import UnsupportedModelError, UsageError
 
 
@@ -119,30 +121,36 @@ module = WithExamples()
 
 
 @pytest.mark.parametrize(
-    ("attribute", "shapes"),
+    ("reference", "inputs", "axes"),
     [
-        ("pair", [("batch", "length")]),
-        ("positional", [("batch", "length")] * 2),
-        ("axes", [(2, "time")]),
-        ("module", [("batch", "length")]),
-        ("WithExamples", [("batch", "length")]),
+        ("good_factories:pair", {"x"}, None),
+        ("good_factories.py:positional", 2, None),
+        ("good_factories.py:axes", {"x"}, {"x": {1: "time"}}),
+        ("good_factories.py:module", {"x"}, None),
+        ("good_factories.py:WithExamples", {"x"}, None),
     ],
 )
-@pytest.mark.parametrize("form", ["file", "module"])
 def test_factories(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    attribute: str,
-    shapes: list[tuple[Any, ...]],
-    form: str,
+    reference: str,
+    inputs: set[str] | int,
+    axes: dict[str, dict[int, str]] | None,
 ) -> None:
-    if form == "module" and attribute != "pair":
-        pytest.skip("one is enough")
-    name = f"factories_{form}_{attribute}"
-    (tmp_path / f"{name}.py").write_text(FACTORIES)
+    (tmp_path / "good_factories.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
-    traced = trace(f"{name}.py:{attribute}" if form == "file" else f"{name}:{attribute}")
-    assert [spec.shape for spec in traced.inputs] == shapes
+    monkeypatch.setattr(subquad.converter.module, "trace_module", lambda source: source)
+    source = cast(ModuleSource, trace(reference))
+    given = source.example_inputs
+    assert (set(given) if isinstance(given, dict) else len(given)) == inputs
+    assert source.dynamic_axes == axes and source.name == reference
+
+
+def test_default_and_declared_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "axis_factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    assert trace("axis_factories:pair").inputs[0].shape == ("batch", "length")
+    assert trace("axis_factories:axes").inputs[0].shape == (2, "time")
 
 
 @pytest.mark.parametrize(
@@ -198,12 +206,10 @@ def test_data_dependent_branch_is_reported() -> None:
         trace(ModuleSource(Branching(), {"x": torch.ones(2, 9)}))
 
 
-def test_hash_follows_the_weights() -> None:
-    def hashed(shift: float) -> str:
-        module = Fixed()
-        with torch.no_grad():
-            module.position.add_(shift)
-        axes = {"x": {0: "batch"}}
-        return trace(ModuleSource(module, {"x": torch.ones(2, 9, 4)}, axes)).source_hash
-
-    assert hashed(0.0) == hashed(0.0) != hashed(1.0)
+def test_hash_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ModuleSource(Fixed(), {"x": torch.ones(2, 9, 4)}, {"x": {0: "batch"}})
+    first = trace(source)
+    assert hash_model(first.model) == first.source_hash
+    with torch.no_grad():
+        source.module.get_parameter("position").add_(1.0)
+    assert hash_model(first.model) != first.source_hash
