@@ -65,6 +65,7 @@ class _Tiles:
         block: queries per block, ``[1]``.
         blocks: number of blocks, ``[1]``.
         columns: rows of the extended key, ``[blocks, tile]``; ``None``: all of them, in order.
+        first, end: range of key slots the extended key begins with; ``None`` as for columns.
         bias: 0 where visible, ``MASKED`` elsewhere, ``[batch or 1, 1, blocks, 1, block, tile]``.
         any_visible: 1 where a query sees any exact key, ``[batch or 1, 1, blocks, 1, block, 1]``.
     """
@@ -72,6 +73,8 @@ class _Tiles:
     block: ir.Value
     blocks: ir.Value
     columns: ir.Value | None
+    first: ir.Value | None
+    end: ir.Value | None
     bias: ir.Value
     any_visible: ir.Value
 
@@ -107,21 +110,14 @@ def banded_attention(
     tiles = _tiles(body, band, inputs, sink_slots, sinks_visible, virtual is not None)
 
     query = body("Mul", inputs.query, scale)
-    key, value = inputs.key, inputs.value
     if virtual is not None:
         query = body("Concat", query, virtual.score, axis=-1)
-        key = _pad_last(body, key, 1)
-    extra_keys, extra_values = _extra_rows(body, key, value, sink_slots, heads, virtual)
-    if band.has_window:
-        if extra_keys:
-            key = body("Concat", key, *extra_keys, axis=2)
-            value = body("Concat", value, *extra_values, axis=2)
-        assert tiles.columns is not None
+    key, value = _extended_rows(body, inputs, tiles, sink_slots, heads, virtual)
+    if tiles.columns is None:
+        key, value = body.unsqueeze(key, 2), body.unsqueeze(value, 2)
+    else:
         key = body("Gather", key, tiles.columns, axis=2)
         value = body("Gather", value, tiles.columns, axis=2)
-    else:
-        key = body.unsqueeze(body("Concat", *extra_keys, axis=2), 2)
-        value = body.unsqueeze(body("Concat", *extra_values, axis=2), 2)
 
     query_tiles = split_queries(body, query, heads, tiles.blocks, tiles.block)
     scores = body.matmul_transposed(query_tiles, key, rank=5)
@@ -200,30 +196,37 @@ def _sinks(body: Body, band: Band, inputs: Inputs) -> tuple[ir.Value | None, ir.
     return sink_key_slots(body, band.sinks, inputs)
 
 
-def _extra_rows(
+def _extended_rows(
     body: Body,
-    key: ir.Value,
-    value: ir.Value,
+    inputs: Inputs,
+    tiles: _Tiles,
     sink_slots: ir.Value | None,
     heads: Heads,
     virtual: VirtualKey | None,
-) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Rows behind the keys and values: the sinks of each batch row, then the virtual key."""
+) -> tuple[ir.Value, ir.Value]:
+    """Keys and values in reach of the windows, then the sinks, then the virtual key.
+
+    Decoding reaches few of the keys, so they are cut out before anything is appended.
+    """
     keys: list[ir.Value] = []
     values: list[ir.Value] = []
+    if tiles.columns is not None:
+        for rows, source in ((keys, inputs.key), (values, inputs.value)):
+            rows.append(body.slice(source, tiles.first, tiles.end, 2))
     if sink_slots is not None:
         index = body.unsqueeze(sink_slots, 1, 3)
-        for rows, source in ((keys, key), (values, value)):
+        for rows, source in ((keys, inputs.key), (values, inputs.value)):
             shape = body.shape(1, heads.num_kv_heads, 1, body.dim(source, 3))
             rows.append(body("GatherElements", source, body("Expand", index, shape), axis=2))
     if virtual is not None:
+        keys = [body("Pad", rows, [0, 1], None, [3]) for rows in keys]
         unit = np.zeros((1, 1, 1, heads.head_dim + 1), dtype=np.float32)
         unit[..., -1] = 1.0
         nothing = np.zeros((1, 1, 1, heads.value_dim), dtype=np.float32)
-        shape = body.shape(body.dim(key, 0), heads.num_kv_heads, 1, 1)
+        shape = body.shape(body.dim(inputs.key, 0), heads.num_kv_heads, 1, 1)
         keys.append(body("Expand", unit, shape))
         values.append(body("Expand", nothing, shape))
-    return keys, values
+    return _concat(body, keys, axis=2), _concat(body, values, axis=2)
 
 
 def _tiles(
@@ -244,6 +247,8 @@ def _tiles(
 
     columns: list[ir.Value] = []
     visible: list[ir.Value] = []
+    first: ir.Value | None = None
+    end: ir.Value | None = None
     if band.has_window:
         slots, lead = _window_slots(body, band, starts, shift, query_len, kv_len, block, blocks)
         last = body("Sub", kv_len, 1)
@@ -251,7 +256,9 @@ def _tiles(
         slots = body("Max", body("Min", slots, last), 0)
         if inputs.key_mask is not None:
             inside = body("And", inside, body("Gather", inputs.key_mask, slots, axis=1))
-        columns.append(slots)
+        first = body.reshape(body("ReduceMin", slots, keepdims=0), 1)
+        end = body("Add", body.reshape(body("ReduceMax", slots, keepdims=0), 1), 1)
+        columns.append(body("Sub", slots, first))
         tile = body.dim(slots, 1)
         distance = body(
             "Sub", body.unsqueeze(body.arange(block), 1), body.unsqueeze(body.arange(tile), 0)
@@ -260,35 +267,31 @@ def _tiles(
         visible.append(body("And", body.unsqueeze(inside, 2), in_window))
     if sink_slots is not None:
         assert sinks_real is not None
-        if band.has_window:
-            extra = body("Add", kv_len, body.arange(band.sinks))
-            columns.append(
-                body("Expand", body.unsqueeze(extra, 0), body("Concat", blocks, 1, axis=0))
-            )
         visible.append(_sinks_visible(body, band, starts, block, sink_slots, sinks_real))
     exact = _broadcast_concat(body, visible)
     bias = body("Where", exact, 0.0, MASKED)
     best = body("ReduceMax", bias, [-1], keepdims=1)
     any_visible = body.as_float(body("Greater", best, MASKED / 2))
+    extra = band.sinks + has_virtual
+    if first is not None and end is not None and extra:
+        after = body("Add", body("Sub", end, first), body.arange(extra))
+        shape = body("Concat", blocks, 1, axis=0)
+        columns.append(body("Expand", body.unsqueeze(after, 0), shape))
     if has_virtual:
-        if band.has_window:
-            last_row = body("Add", kv_len, band.sinks)
-            shape = body("Concat", blocks, 1, axis=0)
-            columns.append(body("Expand", last_row, shape))
         bias = body("Pad", bias, [0, 1], None, [3])
     return _Tiles(
         block=block,
         blocks=blocks,
-        columns=_concat_columns(body, columns),
+        columns=_concat(body, columns, axis=1) if columns else None,
+        first=first,
+        end=end,
         bias=body.unsqueeze(bias, 1, 3),
         any_visible=body.unsqueeze(any_visible, 1, 3),
     )
 
 
-def _concat_columns(body: Body, columns: list[ir.Value]) -> ir.Value | None:
-    if not columns:
-        return None
-    return columns[0] if len(columns) == 1 else body("Concat", *columns, axis=1)
+def _concat(body: Body, parts: list[ir.Value], axis: int) -> ir.Value:
+    return parts[0] if len(parts) == 1 else body("Concat", *parts, axis=axis)
 
 
 def _window_slots(
@@ -347,7 +350,3 @@ def _broadcast_concat(body: Body, parts: list[ir.Value]) -> ir.Value:
     batch = body("Max", *(body.dim(part, 0) for part in parts))
     shape = body("Concat", batch, [1, 1, 1], axis=0)
     return body("Concat", *(body("Expand", part, shape) for part in parts), axis=-1)
-
-
-def _pad_last(body: Body, value: ir.Value, columns: int) -> ir.Value:
-    return body("Pad", value, [0, columns], None, [3])

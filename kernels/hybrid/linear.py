@@ -22,6 +22,10 @@ CHUNK = 64
 """Measured best of 32, 64, 128 and 256 for head dims 64 and 128 on ONNX Runtime."""
 
 
+FEW_QUERIES = 16
+"""Up to so many queries (decoding) meet every key directly: cheaper than building a state."""
+
+
 @dataclass(frozen=True)
 class Side:
     """One direction of the linear part.
@@ -55,11 +59,16 @@ def linear_sums(
     if not sides:
         sums = _all_keys(body, heads, query_features, key_features, values)
     else:
-        parts = [
-            _one_side(body, side, heads, inputs, query_features, key_features, values)
-            for side in sides
-        ]
-        sums = parts[0] if len(parts) == 1 else body("Add", *parts)
+        few = body("LessOrEqual", body.dim(inputs.positions[0], 1), FEW_QUERIES)
+        sums = body.branch(
+            body("Squeeze", few, 0),
+            lambda inner: _directly(
+                inner, sides, heads, inputs, query_features, key_features, values
+            ),
+            lambda inner: _by_chunks(
+                inner, sides, heads, inputs, query_features, key_features, values
+            ),
+        )
     numerator, denominator = body.multi("Split", sums, [heads.value_dim, 1], num_outputs=2, axis=-1)
     return numerator, denominator
 
@@ -80,6 +89,51 @@ def _all_keys(
     sums = body("MatMul", folded, state)
     query_len = body.dim(query_features, 2)
     return body.reshape(sums, 0, heads.num_heads, query_len, heads.value_dim + 1)
+
+
+def _directly(
+    body: Body,
+    sides: tuple[Side, ...],
+    heads: Heads,
+    inputs: Inputs,
+    query_features: ir.Value,
+    key_features: ir.Value,
+    values: ir.Value,
+) -> ir.Value:
+    query_positions, key_positions = inputs.positions
+    query_len, kv_len = body.dim(query_positions, 1), body.dim(key_positions, 1)
+    queries = body("Add", body.arange(query_len), offset(body, inputs))
+    distance = body("Sub", body.unsqueeze(queries, 1), body.unsqueeze(body.arange(kv_len), 0))
+    counted = [
+        body("GreaterOrEqual", distance, side.gap)
+        if side.direction == "past"
+        else body("LessOrEqual", distance, -side.gap)
+        for side in sides
+    ]
+    mask = counted[0] if len(counted) == 1 else body("Or", *counted)
+    features = body.dim(query_features, 3)
+    folded = body.reshape(query_features, 0, heads.num_kv_heads, -1, features)
+    similarity = body.matmul_transposed(folded, key_features, rank=4)
+    similarity = body.reshape(similarity, 0, heads.num_heads, query_len, kv_len)
+    similarity = body("Mul", similarity, body.as_float(mask))
+    similarity = body.reshape(similarity, 0, heads.num_kv_heads, -1, kv_len)
+    sums = body("MatMul", similarity, values)
+    return body.reshape(sums, 0, heads.num_heads, query_len, heads.value_dim + 1)
+
+
+def _by_chunks(
+    body: Body,
+    sides: tuple[Side, ...],
+    heads: Heads,
+    inputs: Inputs,
+    query_features: ir.Value,
+    key_features: ir.Value,
+    values: ir.Value,
+) -> ir.Value:
+    parts = [
+        _one_side(body, side, heads, inputs, query_features, key_features, values) for side in sides
+    ]
+    return parts[0] if len(parts) == 1 else body("Add", *parts)
 
 
 def _one_side(
