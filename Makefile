@@ -22,7 +22,7 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-models test-node lint bench models clean
+.PHONY: help install demo test test-all test-models test-node lint format bench models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -69,9 +69,14 @@ test-node: $(INSTALLED)  ## artifacts in other ONNX Runtimes; needs Node.js and 
 
 lint: $(INSTALLED)  ## ruff, mypy, direction of imports
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy tests
 	$(VENV)/bin/lint-imports
+
+format: $(INSTALLED)  ## let ruff write the layout and sort the imports
+	$(VENV)/bin/ruff check --fix --exit-zero --select I .
+	$(VENV)/bin/ruff format .
 
 bench: $(INSTALLED_MODELS)  ## prefill of SmolLM2 against the plain export and torch, 30 minutes
 	$(PY) benchmarks/prefill.py $(BENCH_ARGS)
