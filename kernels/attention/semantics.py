@@ -84,6 +84,7 @@ class AttentionVariant:
 
     def attributes(self) -> Mapping[str, ir.Attr]:
         attributes = [
+            ir.AttrString("variant", self.overload),
             ir.AttrInt64("num_heads", self.num_heads),
             ir.AttrInt64("num_kv_heads", self.num_kv_heads),
             ir.AttrFloat32("scale", self.scale),
