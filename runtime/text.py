@@ -43,7 +43,7 @@ class Tokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{path} cannot be read: {error}") from error
         # A file it cannot parse raises plain Exception, which we do not catch: the file's hash is
-        # verified, so this is a tokenizer newer than the installed package, and its message says so.
+        # verified, so the tokenizer is newer than the installed package, as the message says.
         return Tokenizer(tokenizers.Tokenizer.from_str(content))
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
