@@ -205,6 +205,7 @@ def convert(
                 outputs=traced.outputs,
                 sites=records,
                 rejections=_rejections(raised.rejections),
+                max_length=traced.max_length,
                 files=files,
             )
             manifest.dump(folder / MANIFEST_NAME)
