@@ -259,9 +259,10 @@ def _check_operator(node: onnx.NodeProto, name: str, opset: int) -> None:
                 f"{label} has the attribute {key!r}, which {node.op_type} does not know in opset "
                 f"{opset}."
             )
-        wanted = schema.attributes[key].type
-        if attribute.type != wanted.value and not attribute.ref_attr_name:
-            raise UnsupportedModelError(f"{label}: attribute {key!r} is not of type {wanted.name}.")
+        wanted = schema.attributes[key].type.value  # type: ignore[attr-defined]
+        if attribute.type != wanted and not attribute.ref_attr_name:
+            kind = onnx.AttributeProto.AttributeType.Name(wanted)
+            raise UnsupportedModelError(f"{label}: attribute {key!r} is not of type {kind}.")
     for key, definition in schema.attributes.items():
         if definition.required and key not in given:
             raise UnsupportedModelError(f"{label} lacks the attribute {key!r}.")

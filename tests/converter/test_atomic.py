@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from subquad.converter import atomic
 from subquad.converter.atomic import atomic_directory
 from subquad.runtime.errors import OutputError, UsageError
 
@@ -107,7 +106,7 @@ def test_failed_swap_restores_the_old_artifact(
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         rename(source, target)
 
-    monkeypatch.setattr(atomic.os, "rename", failing)
+    monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(OutputError):
         with atomic_directory(destination, overwrite=True) as folder:
             (folder / "manifest.json").write_text("new")

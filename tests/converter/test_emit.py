@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,7 +21,7 @@ Tensors = dict[str, ir.TensorProtocol]
 
 def _model(tensors: Tensors) -> ir.Model:
     """y = x @ w0 @ w1 ...; every weight square."""
-    size = next(iter(tensors.values())).shape[0]
+    size = next(iter(tensors.values())).numpy().shape[0]
     float32 = ir.TensorType(ir.DataType.FLOAT)
     current = ir.val("x", shape=ir.Shape(["batch", size]), type=float32)
     graph_input, nodes, weights = current, [], []
@@ -42,7 +43,7 @@ def _model(tensors: Tensors) -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
-def _square(seed: int, size: int = 64) -> ir.Tensor:
+def _square(seed: int, size: int = 64) -> ir.Tensor[Any]:
     values = np.random.default_rng(seed).standard_normal((size, size)).astype(np.float32)
     return ir.Tensor(values, name=f"w{seed}")
 

@@ -18,6 +18,7 @@ import transformers
 from subquad.converter import huggingface, weights
 from subquad.converter.emit import write_models
 from subquad.converter.source import trace
+from subquad.converter.source_hash import hash_files
 from subquad.converter.traced import TracedModel
 from subquad.converter.weights import is_lazy
 from subquad.runtime.errors import UnsupportedModelError, UsageError
@@ -256,7 +257,7 @@ def test_companions_and_names(llama: Case) -> None:
 def test_hash_follows_config_and_weights_only(bert: Case) -> None:
     def current() -> str:
         checkpoint = weights.open_checkpoint(bert.folder)
-        return huggingface.hash_files(huggingface.source_files(bert.folder, checkpoint))
+        return hash_files(huggingface.source_files(bert.folder, checkpoint))
 
     assert current() == bert.traced.source_hash
     (bert.folder / "README.md").write_text("changed")

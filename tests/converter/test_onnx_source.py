@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -49,7 +50,7 @@ class _Encoder(torch.nn.Module):
         scores = q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
         scores = scores + (1.0 - attention_mask[:, None, None, :].float()) * -1e9
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, WIDTH)
-        return self.out(mixed)
+        return cast(torch.Tensor, self.out(mixed))
 
 
 def _inputs(batch: int, length: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from numpy.typing import NDArray
 
 from subquad.converter.weights import (
     DerivedTensor,
@@ -35,7 +36,7 @@ def _entry(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[s
 def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    tensors = {
+    tensors: dict[str, NDArray[Any]] = {
         "a": np.arange(12, dtype=np.float32).reshape(3, 4),
         "b": np.arange(5, dtype=np.int64),
         "c": np.array(2.5, np.float16),
