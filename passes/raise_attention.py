@@ -22,8 +22,8 @@ from subquad.passes.attention_nodes import (
     needs_positions,
     register_variant,
 )
+from subquad.passes.recognise.affine import ZERO, OpaqueError
 from subquad.passes.recognise.candidates import Candidate, find_candidates, node_label
-from subquad.passes.recognise.expressions import ZERO, OpaqueError
 from subquad.passes.recognise.mask import DerivedMask, ScoreShape, derive_mask
 from subquad.passes.recognise.probe import (
     PADDING_ROLE,

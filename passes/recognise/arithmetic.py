@@ -8,18 +8,8 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from subquad.passes.recognise.expressions import (
-    ONE,
-    ZERO,
-    Affine,
-    AtLeastZero,
-    OpaqueError,
-    Term,
-    apply,
-    at_least_zero,
-    constant,
-    where,
-)
+from subquad.passes.recognise.affine import ONE, ZERO, Affine, OpaqueError, constant
+from subquad.passes.recognise.expressions import AtLeastZero, Term, apply, at_least_zero, where
 from subquad.passes.recognise.tensors import (
     Index,
     SymbolicTensor,

@@ -16,7 +16,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from subquad.kernels.operator import DOMAIN
-from subquad.passes.recognise.expressions import ONE, Affine, OpaqueError, position
+from subquad.passes.recognise.affine import ONE, Affine, OpaqueError, position
 from subquad.passes.recognise.layout import (
     Operand,
     as_key,

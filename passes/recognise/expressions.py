@@ -13,6 +13,7 @@ for every position are decided, so what is left is what a reader wants to see.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,75 +21,18 @@ from typing import TypeAlias
 import ml_dtypes
 import numpy as np
 
-Number: TypeAlias = int | float
-
-
-class OpaqueError(Exception):
-    """The subgraph leaves the mask language; the message is the reason shown to the user."""
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """An index in ``[0, extent)`` or, without an extent, the size of a dimension (``>= 1``)."""
-
-    name: str
-    extent: Affine | None = None
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def order(self) -> tuple[str, bool, str]:
-        return self.name, self.extent is None, str(self.extent)
-
-
-@dataclass(frozen=True)
-class Affine:
-    """``sum(coefficient * symbol) + constant``."""
-
-    terms: tuple[tuple[Symbol, Number], ...] = ()
-    constant: Number = 0
-
-    @property
-    def is_constant(self) -> bool:
-        return not self.terms
-
-    def __add__(self, other: Affine) -> Affine:
-        if not other.terms:
-            return Affine(self.terms, self.constant + other.constant)
-        merged = dict(self.terms)
-        for symbol, coefficient in other.terms:
-            merged[symbol] = merged.get(symbol, 0) + coefficient
-        kept = sorted(((s, c) for s, c in merged.items() if c != 0), key=lambda t: t[0].order)
-        return Affine(tuple(kept), self.constant + other.constant)
-
-    def scaled(self, factor: Number) -> Affine:
-        if factor == 0:
-            return Affine()
-        return Affine(tuple((s, c * factor) for s, c in self.terms), self.constant * factor)
-
-    def __sub__(self, other: Affine) -> Affine:
-        return self + other.scaled(-1)
-
-    def coefficient(self, symbol: Symbol) -> Number:
-        return next((c for s, c in self.terms if s == symbol), 0)
-
-    def without(self, *symbols: Symbol) -> Affine:
-        return Affine(tuple((s, c) for s, c in self.terms if s not in symbols), self.constant)
-
-    @property
-    def symbols(self) -> tuple[Symbol, ...]:
-        return tuple(symbol for symbol, _ in self.terms)
-
-    def value(self, sizes: Mapping[Symbol, int]) -> Number:
-        """The number it stands for under sizes (and indices) of all its symbols."""
-        return self.constant + sum(c * sizes[s] for s, c in self.terms)
-
-    def __str__(self) -> str:
-        parts = [str(s) if c == 1 else f"-{s}" if c == -1 else f"{c}*{s}" for s, c in self.terms]
-        if self.constant or not parts:
-            parts.append(f"{self.constant:g}")
-        return " + ".join(parts).replace("+ -", "- ")
+from subquad.passes.recognise.affine import (
+    ONE,
+    ZERO,
+    Affine,
+    Number,
+    OpaqueError,
+    Symbol,
+    constant,
+    minimum,
+    monomial,
+    product,
+)
 
 
 @dataclass(frozen=True)
@@ -141,38 +85,6 @@ class Apply:
 
 Term: TypeAlias = Affine | AtLeastZero | Entry | Apply
 Atom: TypeAlias = AtLeastZero | Entry
-
-
-def constant(value: Number | bool) -> Affine:
-    return Affine((), int(value) if isinstance(value, bool | np.bool_) else value)
-
-
-ZERO = constant(0)
-ONE = constant(1)
-
-
-def dimension(name: str) -> Affine:
-    """The size of a dimension as a term."""
-    return Affine(((Symbol(name), 1),))
-
-
-def position(name: str, extent: Affine) -> Affine:
-    """An index along an axis of this size as a term; 0 where there is only one."""
-    return ZERO if extent == ONE else Affine(((Symbol(name, extent), 1),))
-
-
-def minimum(affine: Affine) -> Number | None:
-    """A proved lower bound of an affine term, or None."""
-    total = constant(affine.constant)
-    for symbol, coefficient in affine.terms:
-        if symbol.extent is None:
-            total = total + Affine(((symbol, coefficient),))
-        elif coefficient < 0:
-            total = total + (symbol.extent - ONE).scaled(coefficient)
-    if any(coefficient < 0 for _, coefficient in total.terms):
-        return None
-    # Dimensions are 1 at least.
-    return total.constant + sum(coefficient for _, coefficient in total.terms)
 
 
 # --- comparisons ---------------------------------------------------------------------------
@@ -450,9 +362,9 @@ def _of_positions(op: str, args: tuple[Term, ...], dtype: str) -> Term | None:
         return first - second
     if op == "Neg":
         return first.scaled(-1)
-    if op == "Mul" and (first.is_constant or second.is_constant):
-        factor, other = (first, second) if first.is_constant else (second, first)
-        return other.scaled(factor.constant) if math.isfinite(factor.constant) else None
+    if op == "Mul":
+        finite = math.isfinite(first.constant) and math.isfinite(second.constant)
+        return product(first, second) if finite else None
     if op == "Abs":
         return where(at_least_zero(first), lambda: first, lambda: first.scaled(-1))
     if op in ("Min", "Max") and _whole(first - second):
@@ -481,7 +393,9 @@ def _cast_position(affine: Affine, dtype: str) -> Affine | None:
 
 
 def _divided(affine: Affine, by: Affine, dtype: str) -> Affine | None:
-    if not by.is_constant or by.constant == 0:
+    if not by.is_constant:
+        return _divided_by_dimension(affine, by) if dtype.startswith("int") else None
+    if by.constant == 0:
         return None
     numbers = [c for _, c in affine.terms] + [affine.constant]
     if dtype.startswith("int"):
@@ -492,6 +406,21 @@ def _divided(affine: Affine, by: Affine, dtype: str) -> Affine | None:
             int(affine.constant) // int(by.constant),
         )
     return affine.scaled(1 / by.constant) if math.isfinite(by.constant) else None
+
+
+def _divided_by_dimension(affine: Affine, by: Affine) -> Affine | None:
+    """``batch * length / batch``: every term holds the divisor."""
+    if len(by.terms) != 1 or by.constant or affine.constant:
+        return None
+    divisor, number = by.terms[0]
+    total = Affine()
+    for symbol, coefficient in affine.terms:
+        left = Counter(symbol.names)
+        left.subtract(divisor.names)
+        if symbol.extent or divisor.extent or min(left.values()) < 0 or coefficient % number:
+            return None
+        total = total + monomial(tuple(left.elements()), int(coefficient) // int(number))
+    return total
 
 
 # --- reading terms -------------------------------------------------------------------------

@@ -13,13 +13,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from subquad.passes.recognise.expressions import (
-    Affine,
-    Entry,
-    OpaqueError,
-    constant,
-    position,
-)
+from subquad.passes.recognise.affine import Affine, OpaqueError, constant, position
+from subquad.passes.recognise.expressions import Entry
 from subquad.passes.recognise.symbolic import Interpreter
 from subquad.passes.recognise.tensors import Shape, show
 

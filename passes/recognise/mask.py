@@ -17,22 +17,16 @@ from typing import Literal, TypeAlias
 import onnx_ir as ir
 
 from subquad.kernels.operator import UNLIMITED
+from subquad.passes.recognise.affine import ONE, ZERO, Affine, Number, OpaqueError, Symbol, position
 from subquad.passes.recognise.expressions import (
-    ONE,
-    ZERO,
-    Affine,
     AtLeastZero,
     Atom,
     Entry,
-    Number,
-    OpaqueError,
-    Symbol,
     Term,
     at_least_zero,
     atoms,
     count_functions,
     evaluate,
-    position,
 )
 from subquad.passes.recognise.site import MaskPredicate
 from subquad.passes.recognise.symbolic import Interpreter

@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from subquad.passes.recognise.arithmetic import Handler, Inputs, int_attribute, need, optional
-from subquad.passes.recognise.expressions import (
+from subquad.passes.recognise.affine import (
     ONE,
     ZERO,
     Affine,
-    Apply,
     OpaqueError,
-    Term,
-    at_least_zero,
-    compare,
     constant,
+    dimension,
     minimum,
-    where,
+    product,
 )
+from subquad.passes.recognise.arithmetic import Handler, Inputs, int_attribute, need, optional
+from subquad.passes.recognise.expressions import Apply, Term, at_least_zero, compare, where
 from subquad.passes.recognise.tensors import (
     Index,
     Shape,
@@ -174,24 +172,25 @@ def _resolved(source: Shape, target: list[Affine]) -> Shape:
             denominator *= 1 if dim == _MINUS_ONE else int(dim.constant)
         else:
             raise OpaqueError(f"Reshape {show(source)} -> {show(target)}")
-    symbols = [d for d in left if not d.is_constant]
+    missing: Affine | None = ONE
     for dim in left:
         numerator *= int(dim.constant) if dim.is_constant else 1
-    if denominator == 0 or numerator % denominator or len(symbols) > 1:
+        if not dim.is_constant and missing is not None:
+            missing = product(missing, dim)
+    if denominator == 0 or numerator % denominator or missing is None:
         raise OpaqueError(f"Reshape {show(source)} -> {show(target)}")
-    factor = numerator // denominator
-    missing = symbols[0].scaled(factor) if symbols else constant(factor)
+    missing = missing.scaled(numerator // denominator)
     return tuple(missing if dim == _MINUS_ONE else dim for dim in target)
 
 
-def _factors(dim: Affine) -> tuple[Affine | None, int]:
-    """A dimension as name times number: ``4 * batch`` -> (batch, 4), ``12`` -> (None, 12)."""
+def _factors(dim: Affine) -> tuple[tuple[Affine, ...], int]:
+    """A dimension as names times number: ``4 * batch`` -> (batch,), 4 and ``12`` -> (), 12."""
     if dim.is_constant:
-        return None, int(dim.constant)
+        return (), int(dim.constant)
     if len(dim.terms) == 1 and dim.constant == 0:
         (symbol, coefficient), *_ = dim.terms
-        return Affine(((symbol, 1),)), int(coefficient)
-    return dim, 1
+        return tuple(map(dimension, symbol.names)), int(coefficient)
+    return (dim,), 1
 
 
 class _Product:
@@ -202,11 +201,10 @@ class _Product:
         self.names: Counter[Affine] = Counter()
         self.number = 1
 
-    def take(self, axis: int, name: Affine | None, number: int) -> None:
+    def take(self, axis: int, names: tuple[Affine, ...], number: int) -> None:
         self.axes.append(axis)
         self.number *= number
-        if name is not None:
-            self.names[name] += 1
+        self.names.update(names)
 
     def equals(self, other: _Product) -> bool:
         return self.names == other.names and self.number == other.number
@@ -227,11 +225,11 @@ def _groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]] |
     """
     left = [(axis, *_factors(d)) for axis, d in enumerate(source) if d != ONE]
     right = [(axis, *_factors(d)) for axis, d in enumerate(target) if d != ONE]
-    names = [Counter(name for _, name, _ in side if name is not None) for side in (left, right)]
+    names = [Counter(name for _, names, _ in side for name in names) for side in (left, right)]
     extra = [list((names[a] - names[b]).elements()) for a, b in ((0, 1), (1, 0))]
     if extra[0] and len(extra[0]) == len(extra[1]):
         same = dict(zip(extra[1], extra[0], strict=True))
-        right = [(a, n if n is None else same.get(n, n), c) for a, n, c in right]
+        right = [(a, tuple(same.get(n, n) for n in names), c) for a, names, c in right]
     groups: list[tuple[list[int], list[int]]] = []
     while left and right:
         ours, theirs = _Product(), _Product()

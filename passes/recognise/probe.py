@@ -18,8 +18,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from subquad.kernels.operator import UNLIMITED
+from subquad.passes.recognise.affine import ONE, Affine, OpaqueError, Symbol
 from subquad.passes.recognise.candidates import Candidate
-from subquad.passes.recognise.expressions import ONE, Affine, OpaqueError, Symbol
 from subquad.passes.recognise.layout import Operand
 from subquad.passes.recognise.mask import HIDDEN_BELOW, DerivedMask, ScoreShape
 from subquad.passes.recognise.site import MaskPredicate

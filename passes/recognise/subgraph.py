@@ -11,7 +11,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from subquad.passes.recognise.expressions import OpaqueError
+from subquad.passes.recognise.affine import OpaqueError
 
 # Checked while the nodes are gathered: a piece with more is not a mask or an attention core.
 _MAX_NODES = 600

@@ -12,15 +12,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from subquad.passes.recognise.affine import Affine, OpaqueError, constant, dimension, product
 from subquad.passes.recognise.arithmetic import ARITHMETIC
-from subquad.passes.recognise.expressions import (
-    Affine,
-    Entry,
-    OpaqueError,
-    Term,
-    constant,
-    dimension,
-)
+from subquad.passes.recognise.expressions import Entry, Term
 from subquad.passes.recognise.movement import MOVEMENT
 from subquad.passes.recognise.tensors import (
     Index,
@@ -148,22 +142,26 @@ def _annotated_shape(value: ir.Value) -> Shape | None:
     )
 
 
-_TERM = re.compile(r"(?:(\d+) ?\* ?)?([A-Za-z_]\w*)|(\d+)")
+_FACTOR = re.compile(r"(\d+)|([A-Za-z_]\w*)")
 
 
 def _named(dim: ir.SymbolicDim, value: ir.Value, axis: int) -> Affine:
-    """A dimension name; exporters also write sums such as ``past + length``."""
+    """A dimension name; exporters also write sums and products: ``past + length``."""
     if dim.value is None:
         return dimension(f"?{value.name}.{axis}")
     total = constant(0)
     for part in dim.value.replace(" - ", " + -").split(" + "):
         sign, text = (-1, part[1:]) if part.startswith("-") else (1, part)
-        match = _TERM.fullmatch(text)
-        if match is None:
+        term: Affine | None = constant(sign)
+        for factor in text.split("*"):
+            match = _FACTOR.fullmatch(factor.strip())
+            if match is None or term is None:
+                return dimension(dim.value)
+            number, name = match.groups()
+            term = product(term, constant(int(number)) if number else dimension(name))
+        if term is None:
             return dimension(dim.value)
-        factor, name, number = match.groups()
-        term = dimension(name).scaled(int(factor or 1)) if name else constant(int(number))
-        total = total + term.scaled(sign)
+        total = total + term
     return total
 
 

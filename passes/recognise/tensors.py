@@ -9,17 +9,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from subquad.passes.recognise.expressions import (
-    ONE,
-    ZERO,
-    Affine,
-    OpaqueError,
-    Term,
-    at_least_zero,
-    both,
-    constant,
-    where,
-)
+from subquad.passes.recognise.affine import ONE, ZERO, Affine, OpaqueError, constant
+from subquad.passes.recognise.expressions import Term, at_least_zero, both, where
 
 Index: TypeAlias = tuple[Term, ...]
 Shape: TypeAlias = tuple[Affine, ...]

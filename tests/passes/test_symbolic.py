@@ -14,14 +14,8 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_graphs import BOOL, FLOAT, INT64, Graph, Runner
-from subquad.passes.recognise.expressions import (
-    Entry,
-    OpaqueError,
-    Symbol,
-    atoms,
-    evaluate,
-    position,
-)
+from subquad.passes.recognise.affine import OpaqueError, Symbol, position
+from subquad.passes.recognise.expressions import Entry, atoms, evaluate
 from subquad.passes.recognise.symbolic import Interpreter
 
 SIZES = ({"B": 2, "L": 5}, {"B": 1, "L": 1}, {"B": 3, "L": 2}, {"B": 2, "L": 9})
