@@ -35,11 +35,11 @@ $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(PY)
-	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,dev]'
+	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,kernels,dev]'
 	@touch $@
 
 $(INSTALLED_MODELS): $(INSTALLED)
-	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,dev,models]'
+	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,kernels,dev,models]'
 	@touch $@
 
 DEMO := $(OUT)/demo

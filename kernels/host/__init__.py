@@ -1,0 +1,1 @@
+"""Builds TVM kernels into ONNX Runtime custom-op libraries."""

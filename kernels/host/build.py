@@ -1,0 +1,383 @@
+"""Compile the kernels of an artifact and link them into custom-op libraries, one per target.
+
+TVM runs in a child process (``compile_child.py``): a compiler that crashes or hangs costs the
+kernels concerned, never the conversion. Objects and libraries are cached by a hash of everything
+that goes into them; equal inputs give equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from subquad.kernels.host.table import library_source
+from subquad.kernels.host.targets import CPU_TARGETS, host_targets
+from subquad.kernels.kernel import (
+    CPU_TEMPLATES,
+    CpuTarget,
+    kernel_symbol,
+    load_template,
+)
+from subquad.kernels.operator import OperatorVariant
+from subquad.runtime.errors import Rejection
+
+logger = logging.getLogger(__name__)
+
+LIBRARY_NAME = "libsubquad_kernels.so"
+COMPILERS = ("c++", "g++", "clang++")
+TVM_SERIES = {"apache-tvm": "0.27", "apache-tvm-ffi": "0.1"}
+"""The calling convention of kernel objects (``tvm_abi.h``) is that of these releases."""
+
+KERNEL_SECONDS = 300.0
+"""A kernel that takes longer to compile is given up."""
+
+_HERE = Path(__file__).parent
+_CFLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti")
+# No build id, no symbols, no paths: equal inputs, equal bytes. `nodelete`: threads of the pool may
+# still be in it when the last session closes. `defs`: a kernel that needs more than the host gives
+# is an error here and not at load.
+_LDFLAGS = (
+    "-shared",
+    "-s",
+    "-Wl,--build-id=none",
+    "-Wl,-z,defs",
+    "-Wl,-z,nodelete",
+    "-Wl,--as-needed",
+    "-static-libgcc",
+    "-lm",
+)
+_EXPORTS = "{ global: RegisterCustomOps; local: *; };\n"
+
+VariantKey = tuple[str, str]
+"""Operator and overload."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One built library; the file lies in the cache."""
+
+    target: CpuTarget
+    path: Path
+
+
+@dataclass(frozen=True)
+class KernelBuild:
+    """What was built.
+
+    Attributes:
+        libraries: best target last; every one has every kernel of ``served``. Empty: none.
+        served: variants with a kernel -> the template that made it.
+        declined: variants without, each with its reason.
+    """
+
+    libraries: tuple[Library, ...] = ()
+    served: Mapping[VariantKey, str] = field(default_factory=dict)
+    declined: Mapping[VariantKey, Rejection] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One kernel for one target."""
+
+    variant: OperatorVariant
+    template: str
+    target: CpuTarget
+    params: Mapping[str, int]
+    object: Path
+
+    @property
+    def key(self) -> VariantKey:
+        return variant_key(self.variant)
+
+    @property
+    def error(self) -> Path:
+        return Path(f"{self.object}.error")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "op_type": self.variant.op_type,
+            "fields": _fields(self.variant),
+            "template": self.template,
+            "target": asdict(self.target),
+            "params": dict(self.params),
+            "object": str(self.object),
+        }
+
+
+class _LinkError(Exception):
+    """The C++ compiler or linker failed; the message has its words."""
+
+
+def variant_key(variant: OperatorVariant) -> VariantKey:
+    return variant.op_type, variant.overload
+
+
+def build_kernels(
+    variants: Sequence[OperatorVariant],
+    *,
+    targets: Sequence[CpuTarget] | None = None,
+    templates: Mapping[str, str] = CPU_TEMPLATES,
+    params: Mapping[VariantKey, Mapping[str, int]] | None = None,
+    kernel_seconds: float = KERNEL_SECONDS,
+) -> KernelBuild:
+    """Compile what can be compiled; never raises for what cannot.
+
+    Args:
+        variants: of the artifact's nodes; duplicates are built once.
+        targets: default: the portable one, and this machine's own where it can do more.
+        templates: operator -> ``module:attribute``.
+        params: tuning parameters of some variants; the others take their template's defaults.
+        kernel_seconds: time limit of one compilation.
+    """
+    unique = {variant_key(variant): variant for variant in variants}
+    missing = missing_tools()
+    if missing is not None:
+        return KernelBuild(declined={key: missing for key in unique})
+    targets = host_targets() if targets is None else targets
+    cache = cache_folder()
+    declined: dict[VariantKey, Rejection] = {}
+    jobs: list[_Job] = []
+    for key, variant in unique.items():
+        template = load_template(variant.op_type, templates)
+        refusal = template if isinstance(template, Rejection) else template.supports(variant)
+        if refusal is not None:
+            declined[key] = refusal
+            continue
+        place, chosen = templates[variant.op_type], (params or {}).get(key, {})
+        for target in targets:
+            name = _object_key(variant, place, target, chosen)
+            jobs.append(_Job(variant, place, target, chosen, cache / f"{name}.o"))
+    declined |= _compile([job for job in jobs if not job.object.exists()], kernel_seconds)
+    good = [job for job in jobs if job.key not in declined]
+    if not good:
+        return KernelBuild(declined=declined)
+    try:
+        libraries = tuple(
+            Library(target, _link([job for job in good if job.target == target], target, cache))
+            for target in targets
+        )
+    except _LinkError as error:
+        refusal = Rejection(f"the kernel library could not be linked: {error}")
+        return KernelBuild(declined=declined | {job.key: refusal for job in good})
+    return KernelBuild(libraries, {job.key: job.template for job in good}, declined)
+
+
+def missing_tools() -> Rejection | None:
+    """Why no kernel can be built on this machine; ``None`` if all tools are there."""
+    if sys.platform != "linux" or platform.machine() not in CPU_TARGETS:
+        return Rejection(
+            f"kernels are built on Linux x86-64 only, this is {sys.platform} {platform.machine()}"
+        )
+    for package, series in TVM_SERIES.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            return Rejection(f"{package} is not installed: pip install 'subquad[kernels]'")
+        if not f"{found}.".startswith(f"{series}."):
+            return Rejection(
+                f"{package} is {found}, kernels need {series}.*: pip install 'subquad[kernels]'"
+            )
+    if compiler() is None:
+        return Rejection(f"no C++ compiler was found ({', '.join(COMPILERS)}, or $CXX)")
+    return None
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler: ``$CXX`` or the first on the path."""
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
+    return next((path for name in candidates if (path := shutil.which(name))), None)
+
+
+def cache_folder() -> Path:
+    """``$SUBQUAD_CACHE`` or the user's cache folder; a temporary one where it is not writable."""
+    if override := os.environ.get("SUBQUAD_CACHE"):
+        root = Path(override)
+    elif base := os.environ.get("XDG_CACHE_HOME"):
+        root = Path(base) / "subquad"
+    else:
+        root = Path.home() / ".cache" / "subquad"
+    folder = root.absolute() / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        logger.warning("no kernel cache: %s cannot be written: %s", folder, error.strerror)
+        return Path(tempfile.mkdtemp(prefix="subquad-kernels-"))
+
+
+def _fields(variant: OperatorVariant) -> dict[str, Any]:
+    # Variants are dataclasses by contract, which a Protocol cannot say.
+    return asdict(variant)  # type: ignore[call-overload, no-any-return]
+
+
+def _object_key(
+    variant: OperatorVariant, template: str, target: CpuTarget, params: Mapping[str, int]
+) -> str:
+    """Hash of all that a kernel object depends on."""
+    facts = {
+        "op_type": variant.op_type,
+        "fields": _fields(variant),
+        "symbol": kernel_symbol(variant),
+        "template": template,
+        "sources": _source_hash(template),
+        "target": asdict(target),
+        "params": dict(params),
+        "tvm": {package: version(package) for package in TVM_SERIES},
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _source_hash(template: str) -> str:
+    """Of the package ``kernels``, from which templates take helpers, and of the template."""
+    files = sorted(_HERE.parent.rglob("*.py"))
+    spec = find_spec(template.partition(":")[0])
+    if spec is not None and spec.origin is not None and Path(spec.origin) not in files:
+        files.append(Path(spec.origin))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _compile(jobs: Sequence[_Job], kernel_seconds: float) -> dict[VariantKey, Rejection]:
+    """Make the objects of ``jobs``; returns what failed."""
+    failed: dict[VariantKey, Rejection] = {}
+    left = list(jobs)
+    while left:
+        for job in left:
+            job.error.unlink(missing_ok=True)
+        end = _run_child(left, kernel_seconds)
+        done = [job for job in left if job.object.exists() or job.error.exists()]
+        for job in done:
+            if not job.object.exists():
+                failed[job.key] = _refusal(job, job.error.read_text("utf-8"))
+                job.error.unlink()
+        left = [job for job in left if job not in done]
+        if left:
+            # The child did one after the other, so the first that it left undone ended it.
+            culprit = left.pop(0)
+            failed[culprit.key] = _refusal(culprit, end)
+    return failed
+
+
+def _refusal(job: _Job, reason: str) -> Rejection:
+    return Rejection(f"the kernel for {job.target.name} was not compiled: {reason}")
+
+
+def _run_child(jobs: Sequence[_Job], kernel_seconds: float) -> str:
+    """One child process over ``jobs``; returns how it ended."""
+    with tempfile.TemporaryDirectory(prefix="subquad-kernels-") as folder:
+        task = Path(folder, "task.json")
+        content = {"kernels": [job.to_json() for job in jobs]}
+        task.write_text(json.dumps(content), "utf-8")
+        # -P: the working directory must not shadow a module.
+        command = [sys.executable, "-P", "-m", "subquad.kernels.host.compile_child", str(task)]
+        with Path(folder, "output").open("w+b") as output:
+            # Templates come from where this process sees them.
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+            )
+            try:
+                if not _wait(child, jobs, kernel_seconds):
+                    return f"it took more than {kernel_seconds:g} s"
+            finally:
+                if child.poll() is None:
+                    child.kill()
+                    child.wait()
+            output.seek(0)
+            return _ending(child.returncode, output.read().decode("utf-8", "replace"))
+
+
+def _wait(child: subprocess.Popen[bytes], jobs: Sequence[_Job], kernel_seconds: float) -> bool:
+    """Wait while the child makes progress; false if it does not."""
+    finished = -1
+    while True:
+        try:
+            child.wait(kernel_seconds)
+            return True
+        except subprocess.TimeoutExpired:
+            now = sum(job.object.exists() or job.error.exists() for job in jobs)
+            if now == finished or (finished < 0 and now == 0):
+                return False
+            finished = now
+
+
+def _ending(code: int, output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    last = f": {lines[-1][:300]}" if lines else ""
+    if code < 0:
+        return f"the compiler process was killed by signal {-code}{last}"
+    return f"the compiler process ended with status {code}{last}"
+
+
+def _link(jobs: Sequence[_Job], target: CpuTarget, cache: Path) -> Path:
+    """The library of all ``jobs``, from the cache or linked now."""
+    program = compiler()
+    assert program is not None, "checked by missing_tools"
+    jobs = sorted(jobs, key=lambda job: job.key)
+    source = library_source([job.variant for job in jobs], target)
+    own = {path.name: path.read_bytes() for path in sorted(_HERE.glob("*.cc"))}
+    own |= {path.name: path.read_bytes() for path in sorted(_HERE.glob("*.h"))}
+    digest = hashlib.sha256(_run([program, "--version"], Path()).encode())
+    facts = [*_CFLAGS, *_LDFLAGS, _EXPORTS, target.name, source, program]
+    for part in [text.encode() for text in facts] + list(own.values()):
+        digest.update(hashlib.sha256(part).digest())
+    for job in jobs:
+        digest.update(hashlib.sha256(job.object.read_bytes()).digest())
+    library = cache / f"{digest.hexdigest()}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(prefix="subquad-kernels-") as name:
+        folder = Path(name)
+        # Relative names, so that no path of this machine gets into the library.
+        for file, content in own.items():
+            (folder / file).write_bytes(content)
+        (folder / "kernels.cc").write_text(source, "utf-8")
+        (folder / "exports.map").write_text(_EXPORTS, "utf-8")
+        objects = [f"kernel_{index}.o" for index in range(len(jobs))]
+        for job, file in zip(jobs, objects, strict=True):
+            shutil.copyfile(job.object, folder / file)
+        sources = ["shim.cc", "kernels.cc"]
+        export = "-Wl,--version-script=exports.map"
+        command = [program, *_CFLAGS, *sources, *objects, export, *_LDFLAGS, "-o", LIBRARY_NAME]
+        _run(command, folder)
+        temporary = cache / f"{library.stem}.{os.getpid()}.part"
+        shutil.copyfile(folder / LIBRARY_NAME, temporary)
+        os.replace(temporary, library)
+    return library
+
+
+def _run(command: Sequence[str], folder: Path) -> str:
+    """Output of a compiler command, in English whatever the locale."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=KERNEL_SECONDS,
+            check=False,
+            env=os.environ | {"LC_ALL": "C"},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _LinkError(str(error)) from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        wanted = [line for line in lines if "error" in line or "undefined" in line] or lines
+        raise _LinkError("; ".join(wanted[:3]) or f"{command[0]} ended with {done.returncode}")
+    return done.stdout

@@ -1,0 +1,80 @@
+"""Compile kernels with TVM: the child process of ``build.py``.
+
+``python -m subquad.kernels.host.compile_child TASK.json``; the task is
+
+    {"kernels": [{"op_type": ..., "fields": {...}, "template": "module:attribute",
+     "target": {...}, "params": {...}, "object": "/…/key.o"}, ...]}
+
+Each kernel leaves its object file, or a file ``<object>.error`` with one line. A kernel that takes
+the process down leaves neither, and the parent says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.kernel import CpuTarget, KernelTemplate, kernel_symbol
+from subquad.kernels.operator import OperatorVariant
+
+VARIANTS: dict[str, type[Any]] = {
+    "Attention": AttentionVariant,
+    "HybridAttention": HybridVariant,
+}
+"""Operator -> the class of its variants, rebuilt here from its fields."""
+
+
+def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    for kernel in task["kernels"]:
+        _compile(kernel)
+
+
+def _compile(kernel: dict[str, Any]) -> None:
+    import tvm
+
+    variant = _variant(kernel["op_type"], kernel["fields"])
+    module, _, attribute = kernel["template"].partition(":")
+    template: KernelTemplate = getattr(importlib.import_module(module), attribute)
+    target = CpuTarget(**{k: _hashable(v) for k, v in kernel["target"].items()})
+    final = Path(kernel["object"])
+    try:
+        function = template.build(variant, target, kernel["params"])
+        _check_symbol(function, kernel_symbol(variant))
+        executable = tvm.compile(function, target=target.tvm_target())
+        # The suffix tells TVM the format.
+        temporary = final.with_name(f"{final.stem}.{os.getpid()}.part.o")
+        executable.mod.write_to_file(str(temporary), "o")
+        os.replace(temporary, final)
+    # What a template refuses, and what TVM refuses; anything else is a bug and ends the process.
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        Path(f"{final}.error").write_text(reason, "utf-8")
+
+
+def _variant(op_type: str, fields: dict[str, Any]) -> OperatorVariant:
+    variant: OperatorVariant = VARIANTS[op_type](**{k: _hashable(v) for k, v in fields.items()})
+    return variant
+
+
+def _hashable(value: Any) -> Any:
+    """JSON has no tuples; frozen dataclasses have no lists."""
+    return tuple(_hashable(item) for item in value) if isinstance(value, list) else value
+
+
+def _check_symbol(function: Any, symbol: str) -> None:
+    functions = getattr(function, "functions", None)
+    found = [function] if functions is None else list(functions.values())
+    names = [str(item.attrs["global_symbol"]) for item in found if "global_symbol" in item.attrs]
+    if symbol not in names:
+        raise ValueError(f"the template must name its function {symbol!r}, got {names}")
+
+
+if __name__ == "__main__":
+    main()

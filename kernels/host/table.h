@@ -1,0 +1,44 @@
+// What the generated source of one library (build.py) tells the shim.
+#ifndef SUBQUAD_TABLE_H_
+#define SUBQUAD_TABLE_H_
+
+#include "ort_abi.h"
+#include "tvm_abi.h"
+
+namespace subquad {
+
+constexpr size_t kMaxInputs = 16;
+constexpr size_t kMaxRank = 4;
+
+struct Input {
+  const char* name;
+  OrtElementType type;
+  int32_t rank;
+  bool optional;
+};
+
+struct KernelEntry {
+  const char* variant;  // attribute `variant` of the nodes it serves
+  TvmKernel run;
+  uint32_t inputs;  // bit i: the variant has the operator's input i
+};
+
+struct Operator {
+  const char* name;
+  const Input* inputs;
+  size_t num_inputs;
+  const KernelEntry* kernels;
+  size_t num_kernels;
+};
+
+extern const char* const kDomain;
+extern const char* const kTarget;
+extern const Operator kOperators[];
+extern const size_t kNumOperators;
+
+// Null, or the first instruction set extension this processor lacks.
+const char* MissingExtension();
+
+}  // namespace subquad
+
+#endif  // SUBQUAD_TABLE_H_
