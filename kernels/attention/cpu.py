@@ -1,0 +1,53 @@
+"""CPU kernel of ``ai.subquad::Attention``: tiled, online softmax, work for real keys only.
+
+Tasks are blocks of query rows of one key/value head; see ``kernels/templates/exact.py`` for the
+tile loop and ``kernels/templates/dense.py`` for what is skipped. Memory is linear in the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.kernel import CpuTarget, kernel_symbol, present_inputs
+from subquad.kernels.operator import OperatorVariant
+from subquad.kernels.templates.parameters import TileParameters
+from subquad.runtime.errors import Rejection
+
+
+@dataclass(frozen=True)
+class AttentionCpuTemplate:
+    """See ``KernelTemplate``."""
+
+    def supports(self, variant: OperatorVariant) -> Rejection | None:
+        if not isinstance(variant, AttentionVariant):
+            return Rejection(f"not exact attention: {variant.op_type}")
+        return None
+
+    def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
+        from subquad.kernels.templates.dense import Band, emit_dense
+        from subquad.kernels.templates.exact import exact_tile
+        from subquad.kernels.templates.function import attention_function
+        from subquad.kernels.templates.rows import Buffers, list_real_keys
+
+        assert isinstance(variant, AttentionVariant)
+        heads = variant.heads
+        tile = exact_tile(TileParameters().override(params))
+
+        def body(buffers: Buffers) -> None:
+            emit_dense(
+                buffers,
+                list_real_keys(buffers.key_mask) if variant.has_key_mask else None,
+                tile,
+                (heads.num_kv_heads, heads.group, heads.head_dim, heads.value_dim),
+                Band(variant.window_left, variant.window_right),
+                variant.scale,
+                variant.softcap,
+            )
+
+        return attention_function(kernel_symbol(variant), heads, present_inputs(variant), body)
+
+
+TEMPLATE = AttentionCpuTemplate()

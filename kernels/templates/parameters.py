@@ -1,0 +1,53 @@
+"""Tuning parameters of the CPU templates: names, defaults, limits. Free of TVM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class TileParameters:
+    """Sizes of the exact tile loop; defaults measured on AVX2 with 16 vector registers.
+
+    Attributes:
+        lanes: floats per vector.
+        vectors: vectors per panel; a panel is ``lanes * vectors`` query rows wide.
+        rows: broadcast scalars per register tile; ``rows * vectors`` accumulators, ``vectors``
+            operands and one scalar should fit the registers.
+        panels: panels per task; a block of keys is read from cache once for all of them.
+        keys: keys per block; its keys, values and one panel should fit the first-level cache.
+        unroll: inner-loop steps per iteration.
+    """
+
+    lanes: int = 8
+    vectors: int = 3
+    rows: int = 4
+    panels: int = 4
+    keys: int = 64
+    unroll: int = 4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or not 1 <= value <= 4096:
+                raise ValueError(f"{field.name} must be an integer from 1 to 4096, got {value!r}")
+        if self.lanes not in (4, 8, 16):
+            raise ValueError(f"lanes must be 4, 8 or 16, got {self.lanes}")
+        if self.vectors * self.rows > 64:
+            raise ValueError(
+                f"vectors * rows must be 64 or less, got {self.vectors} * {self.rows}: a register "
+                "tile that large is spilled"
+            )
+
+    def override(self, params: Mapping[str, int]) -> TileParameters:
+        """These parameters with some replaced.
+
+        Raises:
+            ValueError: unknown name or value out of range.
+        """
+        known = [field.name for field in fields(self)]
+        for name in params:
+            if name not in known:
+                raise ValueError(f"unknown kernel parameter {name!r}; known: {', '.join(known)}")
+        return replace(self, **params)
