@@ -72,15 +72,18 @@ def attention_body(
     return body.branch(body("Squeeze", aligned, 0), tiled, general)
 
 
-def _visible_rows(body: Body, inputs: Inputs, causal: bool) -> ir.Value | None:
-    """1 where a query sees any key, ``[batch, 1, query_len or 1, 1]``; queries aligned to keys."""
-    if inputs.key_mask is None:
-        return None
-    real = body.as_float(inputs.key_mask)
-    if causal:
-        seen = body("Min", body("CumSum", real, body.scalar(1, np.int64)), 1.0)
-        return body.unsqueeze(seen, 1, 3)
-    return body.unsqueeze(body("ReduceMax", real, [1], keepdims=1), 1, 3)
+def _sees_any_key(body: Body, key_mask: ir.Value) -> ir.Value:
+    """1 where the row has a real key, ``[batch, 1, 1, 1]``."""
+    return body.unsqueeze(body("ReduceMax", body.as_float(key_mask), [1], keepdims=1), 1, 3)
+
+
+def _sees_past_key(body: Body, key_mask: ir.Value, left: int) -> ir.Value:
+    """1 where an aligned causal query sees a real key, ``[batch, 1, query_len, 1]``."""
+    seen = body("CumSum", body("Cast", key_mask, to=7), body.scalar(1, np.int64))
+    if left != UNLIMITED:
+        older = body("Pad", seen, [left + 1, 0], None, [1])
+        seen = body("Sub", seen, body.slice(older, 0, body.dim(key_mask, 1), 1))
+    return body.unsqueeze(body.as_float(body("Greater", seen, 0)), 1, 3)
 
 
 def _pack(body: Body, value: ir.Value, width: int) -> ir.Value:
@@ -139,8 +142,9 @@ def _multi_head(body: Body, heads: Heads, inputs: Inputs, scale: float) -> ir.Va
         scale=1.0,
     )
     output = _unpack(body, packed, heads.num_heads, heads.value_dim, heads.value_dim)
-    rows = _visible_rows(body, inputs, causal=False)
-    return output if rows is None else body("Mul", output, rows)
+    if inputs.key_mask is None:
+        return output
+    return body("Mul", output, _sees_any_key(body, inputs.key_mask))
 
 
 def _group_query(
@@ -177,9 +181,8 @@ def _group_query(
     output = _unpack(body, packed, heads.num_heads, width, heads.value_dim)
     if not masked:
         return output
-    rows = _visible_rows(body, inputs, causal=True)
-    assert rows is not None
-    return body("Mul", output, rows)
+    assert inputs.key_mask is not None
+    return body("Mul", output, _sees_past_key(body, inputs.key_mask, left))
 
 
 def _standard(

@@ -110,6 +110,24 @@ def test_impossible_hybrids_are_refused(changes: dict[str, object]) -> None:
         HybridVariant(**(sizes | changes))  # type: ignore[arg-type]
 
 
+def test_a_wide_window_binds() -> None:
+    """Windows above the gathered limit use a tiled kernel; here some queries see only a hole."""
+    variant = AttentionVariant(2, 1, 4, 3, 0.5, window_left=1100, window_right=0, has_key_mask=True)
+    rng = np.random.default_rng(8)
+    mask = np.ones((2, 2300), dtype=np.bool_)
+    mask[1, 50:2250] = False
+    case = random_case(rng, variant, query_len=2300, mask=mask)
+    got, want = run(variant, case), reference(variant, case)
+    # float32 sums of up to 1101 terms; rows of the hole see keys up to slot 1149 only.
+    assert relative_error(got, want) < 2e-6
+    assert not got[1, :, 1150:2250].any()
+    assert got[1, :, :1150].all()
+    # One key more or less in a window of 1101 is below any tolerance on sums: look at one key.
+    loud = case.edited("value", lambda x: x[:, :, 10].fill(1e4))
+    moved = (run(variant, loud) != got)[0].any(axis=(0, 2))
+    assert np.array_equal(np.flatnonzero(moved), np.arange(10, 1111))
+
+
 LONG: list[AttentionVariant | HybridVariant] = [
     AttentionVariant(1, 1, 4, 4, 0.3, has_key_mask=True),
     AttentionVariant(1, 1, 4, 4, 0.3, window_right=0, has_key_mask=True),
