@@ -453,6 +453,21 @@ def count_functions(term: Term) -> int:
     return len(seen)
 
 
+def constants(term: Term) -> set[Number]:
+    """The numbers a term is made with."""
+    seen: set[Apply] = set()
+    found: set[Number] = set()
+    stack = [term]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, Affine):
+            found.add(current.constant)
+        elif isinstance(current, Apply) and current not in seen:
+            seen.add(current)
+            stack.extend(current.args)
+    return found
+
+
 def evaluate(
     term: Term, values: Mapping[Atom, Number], sizes: Mapping[Symbol, int] | None = None
 ) -> Number:

@@ -10,6 +10,7 @@ and padding at once; probing (``probe``) then checks it against the graph.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -25,6 +26,7 @@ from subquad.passes.recognise.expressions import (
     Term,
     at_least_zero,
     atoms,
+    constants,
     count_functions,
     evaluate,
 )
@@ -44,8 +46,8 @@ _PADDING_TESTS: tuple[tuple[PaddingTest, Callable[[int], bool]], ...] = (
     ("positive", lambda x: x > 0),
     ("one", lambda x: x == 1),
 )
-# Values of a padding input besides 0 and 1 that tell these tests apart.
-_OTHER_VALUES = (2, 3, 7, 255, -1)
+# Values of an input besides 0 and 1 that are tried, with those the mask compares with.
+_OTHER_VALUES = (-1, *range(2, 12), 255)
 
 MaskKind: TypeAlias = Literal["visible", "hidden", "additive"]
 Mask: TypeAlias = tuple[ir.Value, MaskKind]
@@ -109,6 +111,7 @@ def derive_mask(
         parts.append((at_least_zero(causal), "visible"))
     try:
         literals = _conjunction(parts)
+        _check_unread_entries(parts, literals)
         padding_test: PaddingTest = "nonzero"
         entry = next((atom for atom in literals if isinstance(atom, Entry)), None)
         if entry is not None:
@@ -205,6 +208,28 @@ def _limit(atom: AtLeastZero, value: bool) -> Affine:
     return atom.affine if value else atom.affine.scaled(-1) - ONE
 
 
+# --- other values of inputs than 0 and 1 -----------------------------------------------------
+
+
+def _other_values(parts: Sequence[tuple[Term, MaskKind]]) -> list[int]:
+    """Values an input may be told apart by: small ones, and near every constant of the mask."""
+    values = dict.fromkeys(_OTHER_VALUES)
+    for term, _ in parts:
+        for number in constants(term):
+            if math.isfinite(number) and abs(number) < 1 << 62:
+                values.update(dict.fromkeys(int(number) + step for step in (-1, 0, 1)))
+    return [value for value in values if value not in (0, 1)]
+
+
+def _check_unread_entries(
+    parts: Sequence[tuple[Term, MaskKind]], literals: Mapping[Atom, bool]
+) -> None:
+    """An input read for nothing at 0 and 1 is read for its other values, as token ids are."""
+    for entry in dict.fromkeys(atom for term, _ in parts for atom in atoms(term)):
+        if isinstance(entry, Entry) and entry not in literals and entry.dtype != "bool":
+            raise OpaqueError(f"visibility depends on other values of {entry} than 0 and 1")
+
+
 # --- padding -------------------------------------------------------------------------------
 
 
@@ -236,7 +261,7 @@ def _padding_test(
     others = [atom for term, _ in parts for atom in atoms(term) if atom != entry]
     rows = _assignments(list(dict.fromkeys(others)))
     matching = list(_PADDING_TESTS)
-    for number, row in itertools.product(_OTHER_VALUES, rows):
+    for number, row in itertools.product(_other_values(parts), rows):
         try:
             visible = _visible(parts, {**row, entry: number})
         except OpaqueError:

@@ -193,7 +193,7 @@ def _two_values(
     mask = np.asarray(table == first)
     rest = table[~mask]
     if not bool(np.all(rest == rest.flat[0])):
-        raise OpaqueError(f"constant {name!r} is a table of more than two values")
+        raise OpaqueError(f"constant {name!r} holds many values: a bias, not a mask")
     return mask, constant(_number(first)), constant(_number(rest.flat[0]))
 
 

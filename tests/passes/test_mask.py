@@ -451,6 +451,17 @@ def cumulative(g: Graph, n: Lengths) -> str:
     return g("Unsqueeze", g("Greater", positions, g.const(0, np.int64)), [1, 2])
 
 
+def pad_token(g: Graph, n: Lengths) -> str:
+    """Token ids against a padding token: full, as long as ids are 0 and 1."""
+    return g("Unsqueeze", g("Less", n.padding, g.const(50, np.int64)), [1, 2])
+
+
+def two_pad_tokens(g: Graph, n: Lengths) -> str:
+    ids = g("Unsqueeze", n.padding, [1, 2])
+    hidden = (g("Equal", ids, g.const(token, np.int64)) for token in (0, 50))
+    return g("Not", g("Or", *hidden))
+
+
 def narrow_positions(g: Graph, n: Lengths) -> str:
     """Positions that wrap at 256: equal to causal at every short length."""
     rows, columns = (
@@ -477,7 +488,7 @@ REJECTED: list[tuple[MaskBuilder, Kind, str]] = [
     (chunked_by_floor, "visible", "values depend on positions themselves"),
     (alibi, "additive", "values depend on positions themselves"),
     (alibi, "float", "values depend on positions themselves"),
-    (relative_bias, "additive", "constant 'const"),
+    (relative_bias, "additive", "holds many values: a bias, not a mask"),
     (log_bias, "additive", "a table is read at values that are no positions"),
     (segments, "visible", "no conjunction of limits and padding"),
     (padded_queries, "visible", "padding[b, i], which is not a mask of keys"),
@@ -489,7 +500,7 @@ REJECTED: list[tuple[MaskBuilder, Kind, str]] = [
     (nothing, "visible", "the mask hides every key"),
     (inverted_padding, "visible", "keys are visible where padding[b, j] is zero"),
     (checkerboard, "visible", "a two-valued table, but not a band"),
-    (bias_table, "additive", "a table of more than two values"),
+    (bias_table, "additive", "holds many values: a bias, not a mask"),
     (activations, "visible", "operator ReduceSum is outside the mask language"),
     (
         shifted_padding,
@@ -498,6 +509,8 @@ REJECTED: list[tuple[MaskBuilder, Kind, str]] = [
     ),
     (fixed_row, "visible", "padding[0, j], which is not a mask of keys"),
     (cumulative, "visible", "operator CumSum"),
+    (pad_token, "visible", "visibility depends on other values of padding[b, j] than 0 and 1"),
+    (two_pad_tokens, "visible", "told apart by other values of padding[b, j] than 0 and 1"),
     (narrow_positions, "visible", "converted to uint8"),
     (far_step, "visible", "no conjunction of limits and padding"),
     (length_switch, "visible", "no conjunction of limits and padding"),
