@@ -17,7 +17,7 @@ from subquad.converter.signature import describe_signature
 from subquad.converter.source_hash import hash_files
 from subquad.converter.torch_export import export_module, quiet
 from subquad.converter.traced import TracedModel
-from subquad.converter.weights import INDEX_NAME, StoredTensor, open_checkpoint
+from subquad.converter.weights import INDEX_NAME, StoredTensor, is_lazy, open_checkpoint
 from subquad.runtime.errors import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def trace_huggingface(folder: Path) -> TracedModel:
     traced = export_module(
         model, inputs, dynamic_axes, find_weight=_weight_finder(weights), what=what
     )
+    _refuse_emptied(traced, model)
     limit = max_positions(model.config)
     del model
     _drop_outputs_of_missing(traced, missing, what)
@@ -362,6 +363,7 @@ def _weightless(parameter: torch.Tensor) -> torch.Tensor:
 
 
 _WORTH_RELEASING = 1 << 16
+_GUARDED_FROM = 1 << 10
 _COMPARE_BLOCK = 1 << 21
 
 
@@ -383,6 +385,20 @@ def _same_values(values: np.ndarray[Any, Any], stored: StoredTensor) -> bool:
         ):
             return False
     return True
+
+
+def _refuse_emptied(traced: ir.Model, model: torch.nn.Module) -> None:
+    """Our own invariant: no emptied parameter got into the graph as a copy of its zeros."""
+    own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for name, value in traced.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or is_lazy(tensor) or tensor.size < _GUARDED_FROM:
+            continue
+        array = tensor.numpy()
+        # What lies at a parameter's address was looked up there; an emptied one is lazy by now.
+        assert array.ctypes.data in own or array.any(), (
+            f"initializer {name!r} lost its values while it was traced"
+        )
 
 
 def _weight_finder(
