@@ -283,6 +283,16 @@ def as_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def command_line(args: argparse.Namespace) -> str:
+    """What repeats this run, without local paths."""
+    lengths = " ".join(map(str, args.lengths))
+    methods = " ".join(f"--method {method}" for method in args.method)
+    return (
+        f"python benchmarks/prefill.py --lengths {lengths} {methods} "
+        f"--rounds {args.rounds} --threads {args.threads}"
+    )
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -296,6 +306,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "prefill")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.method = args.method or ["dense"]
     if args.serve:
         serve(json.loads(args.serve))
         return 0
@@ -314,7 +325,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as temporary:
         specs: list[dict[str, Any]] = []
-        for method in args.method or ["dense"]:
+        for method in args.method:
             name = f"subquad {method}"
             artifact = (args.artifacts or Path(temporary)) / method.replace(":", "-")
             if not artifact.is_dir():
@@ -330,7 +341,7 @@ def main() -> int:
         results = [measure(specs, tokens, length, args.rounds) for length in args.lengths]
     report = {
         "model": "SmolLM2-135M",
-        "command": "python benchmarks/prefill.py " + " ".join(sys.argv[1:]),
+        "command": command_line(args),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": describe_machine(),
         "threads": args.threads,

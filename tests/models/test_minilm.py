@@ -15,7 +15,14 @@ from transformers import AutoModel
 
 import subquad
 import third_party
-from model_checks import PADDINGS, HiddenValues, assert_unmoved, feeds_for, padding_mask
+from model_checks import (
+    PADDINGS,
+    HiddenValues,
+    assert_moved,
+    assert_unmoved,
+    feeds_for,
+    padding_mask,
+)
 from subquad.converter.pipeline import convert
 
 pytestmark = pytest.mark.models
@@ -100,6 +107,9 @@ def test_masked_token_moves_nothing_at_any_site(
     real = mask == 1
     assert len(before) == 6
     assert_unmoved(before, after, dict.fromkeys(before, real))
+    _, seen_before = hidden.run(feeds_for(hidden.manifest, ids, np.ones_like(mask)))
+    _, seen_after = hidden.run(feeds_for(hidden.manifest, changed, np.ones_like(mask)))
+    assert_moved(seen_before, seen_after, real)
     state, state_after = outputs["last_hidden_state"], outputs_after["last_hidden_state"]
     assert np.array_equal(state[real], state_after[real])
 
@@ -119,3 +129,4 @@ def test_windows_confine_a_change_at_every_site(tmp_path: Path) -> None:
     assert_unmoved(
         before, after, {site: distance > size * (layer + 1) for layer, site in enumerate(before)}
     )
+    assert_moved(before, after, distance == size)

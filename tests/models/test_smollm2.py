@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import subquad
 import third_party
-from model_checks import HiddenValues, assert_unmoved, feeds_for, perplexity
+from model_checks import HiddenValues, assert_moved, assert_unmoved, feeds_for, perplexity
 from subquad.converter.pipeline import convert
 from subquad.runtime.validate import validate
 
@@ -101,6 +101,7 @@ def test_future_token_moves_nothing_at_any_site(
     blind = np.arange(96) < changed_at[:, None]
     assert len(before) == LAYERS
     assert_unmoved(before, after, dict.fromkeys(before, blind))
+    assert_moved(before, after, ~blind)
     for name, logits in outputs.items():
         assert np.array_equal(logits[blind], outputs_after[name][blind])
 
@@ -118,6 +119,10 @@ def test_masked_token_moves_nothing_at_any_site(
     outputs_after, after = hidden.run(feeds_for(hidden.manifest, changed, mask))
     real = mask == 1
     assert_unmoved(before, after, dict.fromkeys(before, real))
+    if padding == "left":  # after right padding no real token could see it anyway
+        _, seen_before = hidden.run(feeds_for(hidden.manifest, ids, np.ones_like(mask)))
+        _, seen_after = hidden.run(feeds_for(hidden.manifest, changed, np.ones_like(mask)))
+        assert_moved(seen_before, seen_after, real)
     for name, logits in outputs.items():
         assert np.array_equal(logits[real], outputs_after[name][real])
 
@@ -154,3 +159,4 @@ def test_window_on_some_layers(tmp_path: Path) -> None:
         for layer, site in enumerate(before)
     }
     assert_unmoved(before, after, may_not_see)
+    assert_moved(before, after, position == changed_at + size - 1)

@@ -70,13 +70,12 @@ def assert_unmoved(
     after: Mapping[str, NDArray[Any]],
     may_not_see: Mapping[str, NDArray[np.bool_]],
 ) -> None:
-    """Values at positions that may not see the change are equal to the bit, the others are not all.
+    """Values at positions that may not see the change are equal to the bit.
 
     Args:
         before, after: by site, ``[B, H, query_len, value_dim]``.
         may_not_see: by site, ``[B, query_len]``.
     """
-    moved = False
     for name, blind in may_not_see.items():
         old, new = (array.swapaxes(1, 2) for array in (before[name], after[name]))
         assert blind.any(), f"{name}: the check would be empty"
@@ -85,8 +84,20 @@ def assert_unmoved(
             f"{name}: changed at (row, position) {np.argwhere(differing & blind)[:5].tolist()}, "
             "which may not see the changed token"
         )
-        moved = moved or bool(differing.any())
-    assert moved, "the changed token moved nothing at all: the check has no power"
+
+
+def assert_moved(
+    before: Mapping[str, NDArray[Any]],
+    after: Mapping[str, NDArray[Any]],
+    sees: NDArray[np.bool_],
+) -> None:
+    """At every site something at positions ``[B, query_len]`` that see the change is different.
+
+    Shows that ``assert_unmoved`` on the same change has power.
+    """
+    for name, old in before.items():
+        differing = (old != after[name]).any(axis=(1, 3))
+        assert differing[sees].any(), f"{name}: the changed token moved nothing that sees it"
 
 
 def perplexity(logits: NDArray[np.floating], ids: Sequence[int] | NDArray[np.integer]) -> float:
