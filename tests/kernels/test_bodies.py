@@ -110,6 +110,30 @@ def test_impossible_hybrids_are_refused(changes: dict[str, object]) -> None:
         HybridVariant(**(sizes | changes))  # type: ignore[arg-type]
 
 
+@every_variant
+@pytest.mark.parametrize(
+    ("query_len", "kv_len", "offset"), [(90, 90, 3), (90, 90, -3), (20, 90, 0), (90, 30, 0)]
+)
+def test_alignment_is_by_positions(
+    variant: AttentionVariant | HybridVariant, query_len: int, kv_len: int, offset: int
+) -> None:
+    """Not by lengths: queries may start anywhere among the keys, or outnumber them."""
+    rng = np.random.default_rng(9)
+    longest = max(query_len, kv_len)
+    case = random_case(rng, variant, query_len=longest, mask=rng.random((2, longest)) > 0.2)
+    case = case.with_(
+        query=case.query[:, :, :query_len],
+        query_positions=case.query_positions[:, :query_len] + offset,
+        key=case.key[:, :, :kv_len],
+        value=case.value[:, :, :kv_len],
+        key_mask=case.key_mask[:, :kv_len],
+        key_positions=case.key_positions[:, :kv_len],
+    )
+    got, want = run(variant, case), reference(variant, case)
+    assert relative_error(got, want) < 2e-6
+    assert not got[want == 0.0].any()
+
+
 def test_a_wide_window_binds() -> None:
     """Windows above the gathered limit use a tiled kernel; here some queries see only a hole."""
     variant = AttentionVariant(2, 1, 4, 3, 0.5, window_left=1100, window_right=0, has_key_mask=True)
