@@ -224,7 +224,7 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--window", type=int, help="restrict attention to this many last tokens")
-    parser.add_argument("--trials", type=int, default=8, help="sequences per copy distance")
+    parser.add_argument("--trials", type=int, default=8, help="sequences per distance")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--json", type=Path, help="also write the scores to this file")
@@ -247,7 +247,7 @@ def main() -> int:
 
     losses = probe_losses(model, stream, bytes_per_token, args.window)
     copies = probe_copying(model, args.seed, args.trials, args.window)
-    passages = probe_passages(model, stream, args.seed, 3 * args.trials, args.window)
+    passages = probe_passages(model, stream, args.seed, args.trials, args.window)
     print(format_tables(losses, copies, passages))
     if args.json is not None:
         scores = {

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+transformers.utils.logging.disable_progress_bar()
 logger = logging.getLogger("train_demo_model")
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -69,12 +70,13 @@ class Phase:
 
 
 PLAN = (
-    Phase(length=256, rows=16, steps=520, synthetic=0.5),
-    Phase(length=512, rows=8, steps=400, synthetic=0.5),
-    Phase(length=1024, rows=4, steps=260, synthetic=0.5),
-    Phase(length=2048, rows=2, steps=160, synthetic=0.5),
-    Phase(length=4096, rows=1, steps=120, synthetic=0.5),
-    Phase(length=8192, rows=1, steps=10, synthetic=0.5),
+    Phase(length=128, rows=32, steps=150, synthetic=0.5),
+    Phase(length=256, rows=16, steps=180, synthetic=0.5),
+    Phase(length=512, rows=8, steps=90, synthetic=0.5),
+    Phase(length=1024, rows=4, steps=80, synthetic=0.5),
+    Phase(length=2048, rows=2, steps=60, synthetic=0.5),
+    Phase(length=4096, rows=1, steps=60, synthetic=0.5),
+    Phase(length=8192, rows=1, steps=2, synthetic=0.5),
 )
 
 
@@ -86,9 +88,10 @@ class Recipe:
     matrix_lr: float = 0.02
     vector_lr: float = 0.004
     weight_decay: float = 0.01
-    warmup_steps: int = 60
+    warmup_steps: int = 30
     decay_share: float = 0.4
     clip_norm: float = 1.0
+    copied_weight: float = 2.0
 
 
 def model_config() -> LlamaConfig:
@@ -296,12 +299,12 @@ def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
+    x: torch.Tensor = matrices.mT if tall else matrices
     x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return x.transpose(1, 2) if tall else x
 
 
 class Muon:
@@ -329,27 +332,56 @@ class Muon:
 
 
 @torch.no_grad()
-def seed_previous_token_heads(model: LlamaForCausalLM) -> None:
-    """Start the first block's heads out as looking back by 1, 2, 3 and 1, 2, 4 tokens.
+def seed_lookup_heads(model: LlamaForCausalLM) -> None:
+    """Start some heads near "find an earlier occurrence, copy what followed it".
 
-    Looking up what followed an earlier occurrence needs keys that know the tokens before them.
-    Such heads would form by themselves, but only after several times the training given here.
-    The first hidden dimension gets the same value in every embedding; queries and keys that read
-    only this dimension do not depend on content, and RoPE's fast frequencies do the rest: the score
-    is proportional to ``sum_i cos(f_i * (distance - offset))``. All of it is trained like the rest.
+    Such induction heads (Olsson et al., 2022, https://arxiv.org/abs/2209.11895) form by
+    themselves, but from plain noise that takes many times the tokens of this plan. So the noise
+    gets a faint structure, and everything is trained from there:
+
+    1. The first hidden dimension is the same in every embedding. Queries and keys of block 0 that
+       read only this dimension ignore content; with RoPE's fast frequencies their score,
+       ``sum_i cos(f_i * (distance - offset))``, points ``offset`` tokens back. The values are a
+       projection of the token there, written to a subspace of its own per head.
+    2. In block 1 one head compares its token with the token before each key, another its previous
+       token with the token two before each key, in the dimensions that RoPE hardly rotates.
+       Their values are written back unchanged, which raises the copied token's logit.
     """
     config = model.config
-    half = config.head_dim // 2
-    embeddings = model.model.embed_tokens.weight
-    embeddings[:, 0] = 4 * config.initializer_range
-    frequencies = 1e6 ** (-torch.arange(FAST_PAIRS) / half)
-    attention = model.model.layers[0].self_attn
-    queries = attention.q_proj.weight.view(-1, config.head_dim, config.hidden_size)
-    keys = attention.k_proj.weight.view(-1, config.head_dim, config.hidden_size)
+    head_dim, hidden, noise = config.head_dim, config.hidden_size, config.initializer_range
+    half = head_dim // 2
+    frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(FAST_PAIRS) / half)
+    model.model.embed_tokens.weight[:, 0] = 4 * noise
+    basis = torch.zeros(hidden - 1, hidden)
+    basis[:, 1:] = torch.linalg.qr(torch.randn(hidden - 1, hidden - 1))[0]
+    token, *before = torch.split(basis[: 4 * head_dim], head_dim)
+
+    def blocks(layer: int) -> tuple[torch.Tensor, ...]:
+        attention = model.model.layers[layer].self_attn
+        attention.o_proj.weight.mul_(0.1)  # else the noise drowns what is written below
+        weights = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        return (
+            *(weight.view(-1, head_dim, hidden) for weight in weights),
+            attention.o_proj.weight.view(hidden, -1, head_dim),
+        )
+
+    queries, keys, values, outputs = blocks(0)
     keys[:, :FAST_PAIRS, 0] = 2.0
     for query, offset in zip(queries, (1, 2, 3, 1, 2, 4), strict=True):
         query[:FAST_PAIRS, 0] = 2.0 * torch.cos(offset * frequencies)
         query[half : half + FAST_PAIRS, 0] = -2.0 * torch.sin(offset * frequencies)
+    values[0] += token
+    for head, subspace in enumerate(before):
+        outputs[:, head] += 3 * noise * subspace.T
+
+    queries, keys, values, outputs = blocks(1)
+    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, head_dim)])
+    for pair, (head, query, key) in enumerate([(0, token, before[0]), (3, before[0], before[1])]):
+        queries[head, slow] += 1.5 * query[: len(slow)]
+        keys[pair, slow] += 1.5 * key[: len(slow)]
+        copied = basis[pair * head_dim : (pair + 1) * head_dim]
+        values[pair] += copied
+        outputs[:, head] += 3 * noise * copied.T
 
 
 def lr_factor(step: int, total: int, recipe: Recipe) -> float:
@@ -422,7 +454,7 @@ def train(args: argparse.Namespace) -> int:
     logger.info("%d files, %d tokens to train on", len(texts), len(stream))
 
     model = LlamaForCausalLM._from_config(model_config(), attn_implementation="sdpa")
-    seed_previous_token_heads(model)
+    seed_lookup_heads(model)
     model.train()
     params = sum(param.numel() for param in model.parameters())
     logger.info("%d parameters, %d steps", params, total)
@@ -482,6 +514,7 @@ def train(args: argparse.Namespace) -> int:
         export(model, tokenizer, facts | progress, args.output)
 
     started = last_save = time.monotonic()
+    weight_of_kind = torch.tensor([0.0, 1.0, recipe.copied_weight])
     sums = torch.zeros(3)
     counts = torch.zeros(3)
     for step in range(first, total):
@@ -493,8 +526,8 @@ def train(args: argparse.Namespace) -> int:
             logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         )
         kind = kinds[:, 1:].flatten()
-        counted = kind != IGNORED
-        (losses * counted).sum().div(counted.sum()).backward()
+        weight = weight_of_kind[kind]
+        torch.autograd.backward((losses * weight).sum() / weight.sum())
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
         factor = lr_factor(step, total, recipe)
         muon.step(recipe.matrix_lr * factor)
