@@ -17,7 +17,7 @@ feeds = {
     for feed in request["feeds"]
 }
 names = [output.name for output in session.get_outputs()]
-described = []
+described: list[dict[str, object]] = []
 for name, value in zip(names, session.run(names, feeds), strict=True):
     file = Path(request["output"]) / f"{len(described)}.bin"
     value.tofile(file)
