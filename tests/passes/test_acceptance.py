@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from masked_attention import oracle, raised
@@ -63,7 +65,7 @@ def check(seed: int, lengths: Sequence[int] = (1, 3, 50, 211)) -> bool | None:
     source, ours = Runner(model), Runner(copy)
     rng = np.random.default_rng(seed)
     for length in lengths:
-        feeds = {
+        feeds: dict[str, NDArray[Any]] = {
             name: (rng.standard_normal((3, 2, length, 6)) * 1.6).astype(np.float32)
             for name in "qkv"
         }
