@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from subquad.runtime.bench import BenchResult
     from subquad.runtime.doctor import DoctorReport
+    from subquad.runtime.kernel_library import KernelMode
     from subquad.runtime.validate import ValidationResult
 
     Progress = Callable[[str, float | None], None]
@@ -128,7 +129,7 @@ def _common(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _execution(function: Callable[..., None]) -> Callable[..., None]:
-    """``--provider`` and ``--threads``."""
+    """``--provider``, ``--threads`` and ``--kernels``."""
     provider = click.option(
         "--provider",
         default="cpu",
@@ -138,7 +139,14 @@ def _execution(function: Callable[..., None]) -> Callable[..., None]:
     threads = click.option(
         "--threads", type=click.IntRange(min=1), help="Threads per operator [default: all cores]."
     )
-    return provider(threads(function))
+    kernels = click.option(
+        "--kernels",
+        type=click.Choice(["auto", "off", "require"]),
+        default="auto",
+        show_default=True,
+        help="Compiled kernels: where the artifact has them, never, or for every attention.",
+    )
+    return provider(threads(kernels(function)))
 
 
 @click.group(
@@ -242,6 +250,18 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     is_flag=True,
     help="Refuse methods that are causal only between blocks of tokens.",
 )
+@click.option(
+    "--kernels",
+    type=click.Choice(["none", "cpu"]),
+    default="none",
+    show_default=True,
+    help="Compile kernels into the artifact, for where it runs; needs subquad[kernels] and g++.",
+)
+@click.option(
+    "--require-kernels",
+    is_flag=True,
+    help="Fail (exit 6) unless every attention gets a kernel; implies --kernels cpu.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
 @_common
 def convert(
@@ -253,6 +273,8 @@ def convert(
     require_sites: str | None,
     allow_declined: bool,
     strict_causal: bool,
+    kernels: str,
+    require_kernels: bool,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -269,6 +291,8 @@ def convert(
                 allow_declined=allow_declined,
                 seed=seed,
                 strict_causal=strict_causal,
+                kernels=kernels,
+                require_kernels=require_kernels,
                 progress=progress,
             )
             .to_json()
@@ -339,6 +363,7 @@ def validate(
     seed: int,
     provider: str,
     threads: int | None,
+    kernels: KernelMode,
     as_json: bool,
 ) -> None:
     """Compare an artifact with its unconverted reference; exit 4 if it misses the budget."""
@@ -359,6 +384,7 @@ def validate(
             seed=seed,
             provider=provider,
             threads=threads,
+            kernels=kernels,
             progress=progress,
         )
     if result.synthetic:
@@ -407,6 +433,7 @@ def bench(
     seed: int,
     provider: str,
     threads: int | None,
+    kernels: KernelMode,
     as_json: bool,
 ) -> None:
     """Time an artifact against its unconverted reference, in turns with a matrix product."""
@@ -424,6 +451,7 @@ def bench(
             seed=seed,
             provider=provider,
             threads=threads,
+            kernels=kernels,
             progress=progress,
         )
     if as_json:
@@ -454,6 +482,7 @@ def run(
     top: int,
     provider: str,
     threads: int | None,
+    kernels: KernelMode,
     as_json: bool,
 ) -> None:
     """Run an artifact once, on arrays or on text."""
@@ -468,6 +497,7 @@ def run(
             top=top,
             provider=provider,
             threads=threads,
+            kernels=kernels,
             progress=progress,
         )
     if as_json:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from subquad.converter.weights import identity_key
-from subquad.runtime.manifest import DATA_NAME
+from subquad.runtime.manifest import DATA_NAME, file_record
 
 INLINE_LIMIT = 1024
 """Tensors of at most this many bytes stay inside the ``.onnx``."""
@@ -135,6 +135,17 @@ def copy_files(folder: Path, sources: Sequence[Path]) -> dict[str, dict[str, Any
             "sha256": hashlib.sha256(content).hexdigest(),
             "size": len(content),
         }
+    return files
+
+
+def place_files(folder: Path, sources: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Copy files to relative POSIX paths under ``folder``; returns the same as `write_models`."""
+    files: dict[str, dict[str, Any]] = {}
+    for name, source in sources.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        files[name] = file_record(target)
     return files
 
 

@@ -6,6 +6,7 @@
 | raise | no-ops removed; attention subgraphs -> ``ai.subquad`` nodes with proved sites |
 | plan | sites + requests -> one assignment per site |
 | replace | raised nodes -> the operators their methods lower to |
+| kernels | on request: operators -> TVM kernels in custom-op libraries; the rest keeps out |
 | emit | models, weights, companions, manifest -> a temporary directory |
 | check | the written artifact runs, in a child process |
 | publish | the directory is renamed into place |
@@ -15,36 +16,43 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import onnx_ir.passes.common as common_passes
 
 from subquad import __version__
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.check import check_artifact
-from subquad.converter.emit import copy_files, write_models
+from subquad.converter.emit import copy_files, place_files, write_models
 from subquad.converter.source import trace
 from subquad.converter.traced import TracedModel
+from subquad.kernels.host.build import LIBRARY_NAME, KernelBuild, build_kernels
+from subquad.kernels.kernel import CPU_TEMPLATES
+from subquad.kernels.operator import OperatorVariant
 from subquad.passes.canonicalise import canonicalise
+from subquad.passes.lower import LoweredSite, lower_sites
 from subquad.passes.plan import Assignment, Request, make_plan
 from subquad.passes.raise_attention import RaisedSites, raise_attention
 from subquad.passes.replace import replace_sites
 from subquad.runtime.errors import (
     Rejection,
     ReplacementError,
+    TargetUnavailableError,
     UnsupportedModelError,
     UsageError,
 )
+from subquad.runtime.kernel_library import this_platform
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import (
     MANIFEST_NAME,
     MODEL_NAME,
     REFERENCE_NAME,
+    KernelLibrary,
     Manifest,
     SiteRecord,
 )
@@ -57,9 +65,18 @@ if TYPE_CHECKING:
     Source = str | Path | torch.nn.Module | ModuleSource
 
 Progress = Callable[[str, float | None], None]
+KernelKind = Literal["none", "cpu"]
 
 REPORT_NAME = "report.json"
-_PACKAGES = ("onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "torch", "transformers")
+_PACKAGES = (
+    "apache-tvm",
+    "onnx-ir",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "torch",
+    "transformers",
+)
 
 
 @dataclass
@@ -130,7 +147,7 @@ def inspect_source(source: Source, *, progress: Progress | None = None) -> Inspe
     traced, raised = _raised(source, clock)
     return InspectionReport(
         source=_source(traced),
-        sites=tuple(asdict(_site_record(a, "")) for a in make_plan(raised.sites, ())),
+        sites=tuple(asdict(_site_record(a)) for a in make_plan(raised.sites, ())),
         rejections=_rejections(raised.rejections),
         seconds=clock.seconds,
         peak_rss_bytes=peak_rss_bytes(),
@@ -148,6 +165,9 @@ def convert(
     allow_declined: bool = False,
     seed: int = 0,
     strict_causal: bool = False,
+    kernels: KernelKind = "none",
+    require_kernels: bool = False,
+    templates: Mapping[str, str] = CPU_TEMPLATES,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert ``source`` into the artifact directory ``output``.
@@ -163,14 +183,21 @@ def convert(
         allow_declined: a forced method that declines a site is reported, not an error.
         seed: recorded in the manifest; drives every random choice.
         strict_causal: exclude methods that are causal only at a granularity above one token.
+        kernels: ``cpu`` adds compiled kernels where they can be built. What has none, and why, is
+            in the report; it runs as ONNX functions.
+        require_kernels: an attention without a kernel is an error; implies ``kernels="cpu"``.
+        templates: operator -> ``module:attribute`` of the template of its kernels.
         progress: called with each stage's name.
 
     Raises:
         UsageError: bad argument, unknown method, pattern without match.
         UnsupportedModelError: the source cannot be read, or holds no attention.
         ReplacementError: a forced method was declined, or too few sites were raised.
+        TargetUnavailableError: kernels are required, and one cannot be built.
         OutputError: ``output`` cannot be written.
     """
+    if kernels not in get_args(KernelKind):
+        raise UsageError(f"kernels must be none or cpu, got {kernels!r}")
     requests = [Request.parse(text, sites) for text in force]
     for request in requests:
         if strict_causal and request.method.causal_granularity != 1:
@@ -191,12 +218,20 @@ def convert(
                 _refuse_declined(plan)
         with clock.stage("replace"):
             variants = replace_sites(traced.model, plan)
+        built = KernelBuild()
+        if kernels == "cpu" or require_kernels:
+            with clock.stage("kernels"):
+                built = build_kernels(variants, templates=templates)
+                if require_kernels:
+                    _refuse_missing_kernels(plan, variants, built)
+        names = {key: _template_name(place) for key, place in built.served.items()}
+        lowered = lower_sites(traced.model, variants, names, built.declined)
         records = tuple(
-            _site_record(assignment, f"{variant.op_type}:{variant.overload}")
-            for assignment, variant in zip(plan, variants, strict=True)
+            _site_record(assignment, site) for assignment, site in zip(plan, lowered, strict=True)
         )
         with clock.stage("emit"):
-            files = _write(traced, folder)
+            files, libraries = _write_libraries(built, folder)
+            files |= _write(traced, folder)
             manifest = Manifest(
                 source=_source(traced),
                 versions=_versions(),
@@ -207,6 +242,7 @@ def convert(
                 rejections=_rejections(raised.rejections),
                 max_length=traced.max_length,
                 files=files,
+                kernels=libraries,
             )
             manifest.dump(folder / MANIFEST_NAME)
         with clock.stage("check"):
@@ -277,6 +313,42 @@ def _refuse_declined(plan: Sequence[Assignment]) -> None:
         )
 
 
+def _refuse_missing_kernels(
+    plan: Sequence[Assignment], variants: Sequence[OperatorVariant], built: KernelBuild
+) -> None:
+    missing = [
+        (assignment.site.name, built.declined[key].reason)
+        for assignment, variant in zip(plan, variants, strict=True)
+        if (key := (variant.op_type, variant.overload)) in built.declined
+    ]
+    if missing:
+        raise TargetUnavailableError(
+            f"kernels are required, but {len(missing)} of {len(plan)} attentions have none; "
+            f"{missing[0][0]}: {missing[0][1]}"
+        )
+
+
+def _template_name(place: str) -> str:
+    """``attention.cpu`` for ``subquad.kernels.attention.cpu:TEMPLATE``."""
+    return place.partition(":")[0].removeprefix("subquad.kernels.")
+
+
+def _write_libraries(
+    built: KernelBuild, folder: Path
+) -> tuple[dict[str, dict[str, Any]], tuple[KernelLibrary, ...]]:
+    """Put the libraries in their places; returns the file records and the manifest's entries."""
+    system = this_platform()
+    libraries = {
+        f"kernels/{library.target.name}/{LIBRARY_NAME}": library for library in built.libraries
+    }
+    files = place_files(folder, {name: library.path for name, library in libraries.items()})
+    entries = tuple(
+        KernelLibrary(library.target.name, system, name, library.target.flags)
+        for name, library in libraries.items()
+    )
+    return files, entries
+
+
 def _write(traced: TracedModel, folder: Path) -> dict[str, dict[str, Any]]:
     """Models, weights and companions; returns the file records."""
     models = {MODEL_NAME: traced.model, REFERENCE_NAME: traced.reference}
@@ -287,13 +359,17 @@ def _write(traced: TracedModel, folder: Path) -> dict[str, dict[str, Any]]:
     return write_models(folder, models) | copy_files(folder, traced.companions)
 
 
-def _site_record(assignment: Assignment, operator: str) -> SiteRecord:
+def _site_record(assignment: Assignment, lowered: LoweredSite | None = None) -> SiteRecord:
+    reasons = [] if assignment.declined is None else [assignment.declined.reason]
+    if lowered is not None and lowered.reason:
+        reasons.append(f"no kernel: {lowered.reason}")
     return SiteRecord(
         site=assignment.site.to_json(),
         method=assignment.method.name,
         params=assignment.params.to_json(),
-        operator=operator,
-        reason="" if assignment.declined is None else assignment.declined.reason,
+        operator="" if lowered is None else lowered.operator,
+        kernel="" if lowered is None else lowered.kernel,
+        reason="; ".join(reasons),
     )
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from subquad.runtime import onnx_wire
 from subquad.runtime.errors import IntegrityError, TargetUnavailableError, UsageError
+from subquad.runtime.kernel_library import KernelChoice, KernelMode, choose_kernels
 from subquad.runtime.manifest import (
     MANIFEST_NAME,
     MODEL_NAME,
@@ -32,7 +33,7 @@ class SiteExecution:
         site: name of the site.
         method: method applied (``dense`` = exact).
         operator: ``ai.subquad`` operator and overload.
-        runs_as: ``kernel <name>`` or ``function body``.
+        runs_as: ``kernel <template> (<instruction set>)`` or ``function body``.
         reason: why no kernel runs, or why a requested method was declined.
     """
 
@@ -108,6 +109,7 @@ def load(
     threads: int | None = None,
     verify: bool = True,
     config: Mapping[str, str] | None = None,
+    kernels: KernelMode = "auto",
 ) -> Artifact:
     """Open the artifact directory ``path``.
 
@@ -119,20 +121,30 @@ def load(
         verify: compare size and SHA-256 of every file with the manifest. Names and sizes are
             checked in any case.
         config: further ONNX Runtime session configuration entries.
+        kernels: ``auto`` loads the artifact's kernel library for this machine, if it has one;
+            ``off`` runs the ONNX functions; ``require`` refuses to run an attention without one.
 
     Raises:
         UsageError: no such directory, unknown provider.
         IntegrityError: a file is missing, changed, or not under the artifact directory.
-        TargetUnavailableError: ONNX Runtime or the provider is not available here.
+        TargetUnavailableError: ONNX Runtime or the provider is not available here; a kernel
+            library cannot be loaded; kernels are required and missing.
     """
     folder, manifest = open_manifest(path)
     check_files(folder, manifest, hashes=verify)
     check_overloads(folder)
+    choice = choose_kernels(folder, manifest, kernels, provider=provider)
     session = open_session(
-        folder / MODEL_NAME, folder=folder, provider=provider, threads=threads, config=config
+        folder / MODEL_NAME,
+        folder=folder,
+        provider=provider,
+        threads=threads,
+        config=config,
+        libraries=choice.paths,
     )
     _check_signature(manifest, session)
-    return Artifact(folder, manifest, session, _execution(manifest, session, provider, threads))
+    execution = _execution(manifest, session, provider, threads, choice)
+    return Artifact(folder, manifest, session, execution)
 
 
 def open_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
@@ -306,20 +318,23 @@ def _check_signature(manifest: Manifest, session: Any) -> None:
             )
 
 
-def _execution(manifest: Manifest, session: Any, provider: str, threads: int | None) -> Execution:
+def _execution(
+    manifest: Manifest, session: Any, provider: str, threads: int | None, choice: KernelChoice
+) -> Execution:
     sites = []
     for record in manifest.sites:
-        reason = record.reason
-        if record.kernel:
-            # Reported rather than believed: nothing here registers a kernel library.
-            note = f"kernel {record.kernel} is not loaded by this version of subquad"
-            reason = f"{reason}; {note}" if reason else note
+        runs_as, reason = "function body", record.reason
+        if record.kernel and choice.library is not None:
+            # A node whose name the library registers never runs as a function.
+            runs_as = f"kernel {record.kernel} ({choice.library.target})"
+        elif record.kernel and choice.reason:
+            reason = f"{reason}; {choice.reason}" if reason else choice.reason
         sites.append(
             SiteExecution(
                 site=record.site["name"],
                 method=record.method,
                 operator=record.operator,
-                runs_as="function body",
+                runs_as=runs_as,
                 reason=reason,
             )
         )

@@ -33,8 +33,9 @@ from subquad.runtime.errors import (
     UsageError,
 )
 from subquad.runtime.jsonable import json_ready
+from subquad.runtime.kernel_library import KernelMode, choose_kernels
 from subquad.runtime.machine import describe_machine, versions
-from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME
+from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME, Manifest
 from subquad.runtime.samples import Case, LatticeSamples, Layout
 from subquad.runtime.session import onnxruntime, open_session, run_session
 from subquad.runtime.validate import validate
@@ -131,6 +132,7 @@ def bench(
     seed: int = 0,
     provider: str = "cpu",
     threads: int | None = None,
+    kernels: KernelMode = "auto",
     progress: Progress | None = None,
 ) -> BenchResult:
     """Time an artifact against its reference.
@@ -146,6 +148,7 @@ def bench(
         checked: validate first (two short lengths) and refuse an artifact that fails.
         seed: of the inputs, which are random.
         provider, threads: for both candidates.
+        kernels: as ``load``.
         progress: called with a message and the share done.
 
     Raises:
@@ -160,8 +163,9 @@ def bench(
     if REFERENCE_NAME not in manifest.files:
         raise IntegrityError(f"{folder} has no {REFERENCE_NAME} to compare with. Convert again.")
     wanted = _lengths(lengths, manifest.max_length)
-    verdict = _check(path, seed, provider, threads, report) if checked else "unchecked"
-    timer = _Timer(folder, provider, threads, [spec.name for spec in manifest.outputs])
+    options = {"provider": provider, "threads": threads, "kernels": kernels}
+    verdict = _check(path, seed, options, report) if checked else "unchecked"
+    timer = _Timer(folder, manifest, options)
     samples = LatticeSamples(manifest, seed=seed, rows=batch)
     if not Layout.of(manifest).lengths:
         wanted = [0]
@@ -203,7 +207,7 @@ def bench(
             peak = None
             if memory:
                 try:
-                    peak = _peak(folder, name, length, batch, seed, provider, threads, report)
+                    peak = _peak(folder, name, length, batch, seed, options, report)
                 # The timings stand without it.
                 except SubquadError as error:
                     notes.append(f"{where}: {error}")
@@ -240,18 +244,15 @@ def _lengths(lengths: Sequence[int] | None, limit: int | None) -> list[int]:
     return fitting or [limit or 1]
 
 
-def _check(
-    path: str | Path, seed: int, provider: str, threads: int | None, report: Progress
-) -> str:
+def _check(path: str | Path, seed: int, options: Mapping[str, Any], report: Progress) -> str:
     result = validate(
         path,
         lengths=(17, 65),
         paddings=("none", "right"),
         seed=seed,
-        provider=provider,
-        threads=threads,
         sites=False,
         progress=report,
+        **options,
     )
     if result.verdict == "fail":
         raise BudgetError(
@@ -264,17 +265,23 @@ def _check(
 class _Timer:
     """Both candidates and the matrix product, loaded once."""
 
-    def __init__(
-        self, folder: Path, provider: str, threads: int | None, outputs: list[str]
-    ) -> None:
-        def opened(model: Path | bytes) -> Any:
+    def __init__(self, folder: Path, manifest: Manifest, options: Mapping[str, Any]) -> None:
+        provider, threads = options["provider"], options["threads"]
+
+        def opened(model: Path | bytes, libraries: Sequence[Path] = ()) -> Any:
             return open_session(
-                model, folder=folder, provider=provider, threads=threads, config=_SESSION
+                model,
+                folder=folder,
+                provider=provider,
+                threads=threads,
+                config=_SESSION,
+                libraries=libraries,
             )
 
-        self._outputs = outputs
+        choice = choose_kernels(folder, manifest, options["kernels"], provider=provider)
+        self._outputs = [spec.name for spec in manifest.outputs]
         self._reference = opened(folder / REFERENCE_NAME)
-        self._artifact = opened(folder / MODEL_NAME)
+        self._artifact = opened(folder / MODEL_NAME, choice.paths)
         self._gemm = opened(onnx_wire.matmul_model())
         rng = np.random.default_rng(0)
         shape = (GEMM_SIZE, GEMM_SIZE)
@@ -356,8 +363,7 @@ def _peak(
     length: int,
     batch: int,
     seed: int,
-    provider: str,
-    threads: int | None,
+    options: Mapping[str, Any],
     report: Progress,
 ) -> int | None:
     """Largest resident memory of a fresh process that runs ``file`` once."""
@@ -368,8 +374,7 @@ def _peak(
         "length": length,
         "batch": batch,
         "seed": seed,
-        "provider": provider,
-        "threads": threads,
+        **options,
     }
     command = [sys.executable, "-m", "subquad.runtime.memory_probe", json.dumps(task)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -388,7 +393,7 @@ def run_alone(task: Mapping[str, Any]) -> None:
     feeds = next(samples.batches(case)).feeds
     options: dict[str, Any] = {"provider": task["provider"], "threads": task["threads"]}
     if task["file"] == MODEL_NAME:
-        load(folder, verify=False, **options).run(feeds)
+        load(folder, verify=False, kernels=task["kernels"], **options).run(feeds)
         return
     session = open_session(folder / task["file"], folder=folder, **options)
     run_session(session, feeds, [spec.name for spec in manifest.outputs])

@@ -132,6 +132,7 @@ def _extras() -> list[Check]:
         "gpu": "Needed for NVIDIA GPUs, instead of subquad[cpu].",
         "text": "Needed for --text and for text data.",
         "convert": "Needed to inspect and convert models.",
+        "kernels": "Only needed to build compiled kernels.",
     }
     checks = []
     for extra, packages in extras().items():
@@ -206,5 +207,5 @@ def _program(name: str, candidates: Sequence[str], advice: str) -> Check:
 
 def _tvm() -> Check:
     found = versions(("apache-tvm",))["apache-tvm"]
-    advice = "Only needed to build compiled kernels. pip install apache-tvm"
+    advice = "Only needed to build compiled kernels. pip install 'subquad[kernels]'"
     return Check("tvm", found is not None, found or "not installed", "" if found else advice)

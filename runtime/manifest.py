@@ -59,7 +59,7 @@ class SiteRecord:
         method: method applied (``dense`` = exact).
         params: its parameters.
         operator: ``ai.subquad`` operator and overload now in the graph.
-        kernel: kernel that serves it, or "" when its ONNX function body runs.
+        kernel: template of the kernel that serves it, or "" when only its ONNX function body does.
         reason: why no kernel, or why a requested method was declined.
     """
 
@@ -72,12 +72,30 @@ class SiteRecord:
 
 
 @dataclass(frozen=True)
+class KernelLibrary:
+    """One compiled custom-op library of the artifact.
+
+    Attributes:
+        target: instruction set, e.g. ``x86-64-v3``.
+        platform: e.g. ``linux-x86_64``.
+        path: its entry in ``files``.
+        flags: what the processor must have, as in ``/proc/cpuinfo``.
+    """
+
+    target: str
+    platform: str
+    path: str
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The whole file; see the attributes of the parts.
 
     Attributes:
         files: relative POSIX path -> ``file_record``, for every file but the manifest itself.
         max_length: longest sequence the source accepts, where known.
+        kernels: libraries with the kernels of the sites; each has all of them.
     """
 
     source: dict[str, Any]
@@ -90,6 +108,7 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
     max_length: int | None = None
+    kernels: tuple[KernelLibrary, ...] = ()
 
     def dump(self, path: Path) -> None:
         """Write as stable, sorted JSON."""
@@ -161,6 +180,9 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         files=files,
         schema_version=raw["schema_version"],
         max_length=max_length,
+        kernels=tuple(
+            _parse_library(item) for item in _expect(raw.get("kernels", []), list, "kernels")
+        ),
     )
 
 
@@ -204,6 +226,14 @@ def _parse_site(item: object) -> SiteRecord:
         _expect(fields.get(key, ""), str, f"sites[].{key}")
     _expect(fields["params"], dict, "sites[].params")
     return SiteRecord(**fields)
+
+
+def _parse_library(item: object) -> KernelLibrary:
+    fields: dict[str, Any] = _expect(item, dict, "kernels[]")
+    for key in ("target", "platform", "path"):
+        _expect(fields[key], str, f"kernels[].{key}")
+    flags = [_expect(flag, str, "kernels[].flags[]") for flag in _expect(fields["flags"], list, "")]
+    return KernelLibrary(**{**fields, "flags": tuple(flags)})
 
 
 # The fields of a site that the runtime reads.

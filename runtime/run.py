@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from subquad.runtime.artifact import Artifact, load
 from subquad.runtime.errors import OutputError, UsageError
 from subquad.runtime.jsonable import json_ready
+from subquad.runtime.kernel_library import KernelMode
 from subquad.runtime.manifest import InputSpec
 from subquad.runtime.metamorphic import length_axis, real_tokens, select
 from subquad.runtime.samples import Layout, is_causal_model, other_ids, read_npz
@@ -95,6 +96,7 @@ def run(
     top: int = 5,
     provider: str = "cpu",
     threads: int | None = None,
+    kernels: KernelMode = "auto",
     progress: Progress | None = None,
 ) -> RunResult:
     """Run the artifact ``path`` on a ``.npz`` file or on texts.
@@ -105,7 +107,7 @@ def run(
         texts: run as one batch; the artifact needs a tokenizer.
         output: written as ``.npz`` with one array per output, complete or not at all.
         top: number of likely tokens to show.
-        provider, threads: as ``load``.
+        provider, threads, kernels: as ``load``.
         progress: called with a message.
 
     Raises:
@@ -116,7 +118,7 @@ def run(
         raise UsageError("Pass either --input FILE.npz or --text TEXT (which may repeat).")
     report = progress or (lambda message, share: None)
     report("loading", None)
-    artifact = load(path, provider=provider, threads=threads)
+    artifact = load(path, provider=provider, threads=threads, kernels=kernels)
     tokenizer = Tokenizer.load(artifact.path) if texts else None
     if arrays is not None:
         feeds: Values = read_npz(arrays)

@@ -75,6 +75,7 @@ def open_session(
     provider: str = "cpu",
     threads: int | None = None,
     config: Mapping[str, str] | None = None,
+    libraries: Sequence[Path] = (),
 ) -> Any:
     """An ``InferenceSession`` that really has ``provider``.
 
@@ -84,9 +85,11 @@ def open_session(
         provider: short or full name. Operators the provider lacks run on the CPU.
         threads: for one operator; ``None`` leaves the choice to ONNX Runtime.
         config: further session configuration entries.
+        libraries: custom-op libraries, by absolute path.
 
     Raises:
-        TargetUnavailableError: the provider is not built in, or could not start.
+        TargetUnavailableError: the provider is not built in, or could not start; a library cannot
+            be loaded.
         SubquadError: ONNX Runtime refuses the model.
     """
     ort = onnxruntime()
@@ -114,6 +117,8 @@ def open_session(
         )
     for key, value in (config or {}).items():
         options.add_session_config_entry(key, value)
+    for library in libraries:
+        _register(options, library, ort.__version__)
     providers = [wanted] if wanted == CPU else [wanted, CPU]
     source = model if isinstance(model, bytes) else str(model)
     what = "the model" if isinstance(model, bytes) else model.name
@@ -128,6 +133,17 @@ def open_session(
             "driver and its libraries (`subquad doctor`)."
         )
     return session
+
+
+def _register(options: Any, library: Path, version: str) -> None:
+    try:
+        with translated_errors(f"ONNX Runtime {version} cannot load {library.name}"):
+            options.register_custom_ops_library(str(library))
+    except SubquadError as error:
+        raise TargetUnavailableError(
+            f"{error} To run the ONNX functions instead of kernels: --kernels off, or "
+            "load(..., kernels='off')."
+        ) from error
 
 
 def run_session(session: Any, feeds: Feeds, names: Sequence[str]) -> list[NDArray[Any]]:

@@ -29,6 +29,7 @@ from subquad.runtime.errors import (
     UsageError,
 )
 from subquad.runtime.jsonable import json_ready
+from subquad.runtime.kernel_library import KernelMode, choose_kernels
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME, Manifest, SiteRecord
 from subquad.runtime.metamorphic import (
@@ -156,6 +157,7 @@ def validate(
     site_tolerance: float = EXACT_LIMIT,
     provider: str = "cpu",
     threads: int | None = None,
+    kernels: KernelMode = "auto",
     metamorphic: bool = True,
     sites: bool = True,
     progress: Progress | None = None,
@@ -174,6 +176,7 @@ def validate(
             measured only.
         site_tolerance: relative L2 error above which an attention counts as diverging.
         provider, threads: for the model. The reference always runs on the CPU.
+        kernels: as ``load``.
         metamorphic: whether to test that hidden tokens do not matter.
         sites: whether to compare every attention.
         progress: called with a message and the share done.
@@ -197,6 +200,7 @@ def validate(
         samples=samples,
         provider=provider,
         threads=threads,
+        kernels=kernels,
         seed=seed,
         report=progress or (lambda message, share: None),
     )
@@ -304,6 +308,7 @@ class _Validation:
     samples: Samples
     provider: str
     threads: int | None
+    kernels: KernelMode
     seed: int
     report: Progress
 
@@ -340,6 +345,7 @@ class _Validation:
             threads=self.threads,
             verify=False,
             config=QUIET_THREADS,
+            kernels=self.kernels,
         )
         reference = open_session(
             self.folder / REFERENCE_NAME,
@@ -660,12 +666,16 @@ class _Validation:
         extended = onnx_wire.add_outputs(
             read_model(self.folder, file), [name for name in names if name not in outputs]
         )
+        is_model = file == MODEL_NAME
+        provider = self.provider if is_model else "cpu"
+        mode: KernelMode = self.kernels if is_model else "off"
         session = open_session(
             extended,
             folder=self.folder,
-            provider=self.provider if file == MODEL_NAME else "cpu",
+            provider=provider,
             threads=self.threads,
             config=QUIET_THREADS,
+            libraries=choose_kernels(self.folder, self.manifest, mode, provider=provider).paths,
         )
         self._kept[file] = (names, session)
         return session

@@ -135,7 +135,7 @@ def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
     result = run(
         *("convert", "m.onnx", "out", "--force", "window:8@0-3", "--force", "elu@4"),
         *("--overwrite", "--require-sites", "all", "--allow-declined", "--strict-causal"),
-        *("--seed", "3", "--json"),
+        *("--kernels", "cpu", "--require-kernels", "--seed", "3", "--json"),
     )
     assert result.exit_code == 0, result.stderr
     (call,) = pipeline.calls
@@ -148,6 +148,8 @@ def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
         "require_sites": "all",
         "allow_declined": True,
         "strict_causal": True,
+        "kernels": "cpu",
+        "require_kernels": True,
         "seed": 3,
     }
     # JSON alone on stdout, whatever libraries print

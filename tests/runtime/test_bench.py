@@ -51,7 +51,13 @@ def test_memory_is_that_of_a_fresh_process(decoder: Path) -> None:
 def test_a_failing_probe_says_why(copied: Path) -> None:
     with pytest.raises(SubquadError, match="memory of reference.onnx failed: .*600 by 700"):
         bench_module._peak(
-            copied, "reference.onnx", 700, 1, 0, "cpu", 1, lambda message, share: None
+            copied,
+            "reference.onnx",
+            700,
+            1,
+            0,
+            {"provider": "cpu", "threads": 1, "kernels": "auto"},
+            lambda message, share: None,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,18 +11,12 @@ from subquad.kernels.kernel import CpuTarget, kernel_symbol, present_inputs
 from subquad.kernels.operator import UNLIMITED, OperatorVariant
 from subquad.runtime.errors import Rejection
 
+ABORTS, FAILS, SKIPS, NAMELESS, REFUSES = 3, 5, 7, 9, 11
+"""Head counts for which something goes wrong; see ``SlowTemplate.build``."""
+
 
 class SlowTemplate:
-    """Exact attention, head by head and key by key.
-
-    Attributes:
-        fails: the kernel fails at run time if a query starts with a number above 1e6.
-        skips: the kernel leaves the last query unwritten.
-    """
-
-    def __init__(self, *, fails: bool = False, skips: bool = False) -> None:
-        self._fails = fails
-        self._skips = skips
+    """Exact attention, head by head and key by key."""
 
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, AttentionVariant):
@@ -33,42 +26,24 @@ class SlowTemplate:
         return None
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
-        if params.keys() - {"unused"}:
-            raise ValueError(f"unknown parameters {sorted(params)}")
+        """A right kernel, unless the head count says otherwise.
+
+        ``ABORTS``: the compiler process dies, as of a crash inside LLVM. ``FAILS``: the kernel
+        fails at run time when a query starts with a number above 1e6. ``SKIPS``: it leaves the
+        last query unwritten. ``NAMELESS``: the function has a name that the host cannot find.
+        ``REFUSES``: the template raises.
+        """
         assert isinstance(variant, AttentionVariant)
-        return _attention(variant, skip=int(self._skips), fails=self._fails)
-
-
-class AbortingTemplate(SlowTemplate):
-    """Takes the compiler process down, as a crash inside LLVM does, for one head count."""
-
-    def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
-        assert isinstance(variant, AttentionVariant)
-        if variant.num_heads == 3:
+        heads = variant.num_heads
+        if heads == ABORTS:
             os.abort()
-        return super().build(variant, target, params)
-
-
-class HangingTemplate(SlowTemplate):
-    """Never ends."""
-
-    def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
-        time.sleep(3600)
-
-
-class NamelessTemplate(SlowTemplate):
-    """Gives its function a name that the host cannot find."""
-
-    def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
-        return super().build(variant, target, params).with_attr("global_symbol", "other")
+        if heads == REFUSES or params:
+            raise ValueError(f"no kernel for {heads} heads and parameters {sorted(params)}")
+        function = _attention(variant, skip=int(heads == SKIPS), fails=heads == FAILS)
+        return function.with_attr("global_symbol", "other") if heads == NAMELESS else function
 
 
 TEMPLATE = SlowTemplate()
-FAILING = SlowTemplate(fails=True)
-SKIPPING = SlowTemplate(skips=True)
-ABORTING = AbortingTemplate()
-HANGING = HangingTemplate()
-NAMELESS = NamelessTemplate()
 
 
 def _attention(variant: AttentionVariant, skip: int, fails: bool) -> Any:

@@ -51,9 +51,17 @@ tiny (int64[batch, length] input_ids, int64[batch, length] attention_mask)
 """
 
 
-def tiny_decoder(seed: int = 0) -> onnx.ModelProto:
-    """GQA 4/2 heads of 6, causal with key padding, vocabulary 31; weights that matter."""
-    model = onnx.parser.parse_model(_TEXT)
+def tiny_decoder(seed: int = 0, *, capped: bool = False) -> onnx.ModelProto:
+    """GQA 4/2 heads of 6, causal with key padding, vocabulary 31; weights that matter.
+
+    ``capped`` adds a second attention to it, with a softcap.
+    """
+    text = _TEXT
+    if capped:
+        second = "Attention<scale=0.7, softcap=2.5>(q, k, v, mask)"
+        text = text.replace("perm=[0, 2, 1, 3]>(a)", "perm=[0, 2, 1, 3]>(both)")
+        text = text.replace("  t = ", f"  c = {second}\n  both = Add(a, c)\n  t = ")
+    model = onnx.parser.parse_model(text)
     rng = np.random.default_rng(seed)
     shapes = {
         "embedding": (31, 16),
@@ -69,6 +77,6 @@ def tiny_decoder(seed: int = 0) -> onnx.ModelProto:
     return model
 
 
-def save_tiny_decoder(path: Path, seed: int = 0) -> Path:
-    onnx.save(tiny_decoder(seed), str(path))
+def save_tiny_decoder(path: Path, seed: int = 0, *, capped: bool = False) -> Path:
+    onnx.save(tiny_decoder(seed, capped=capped), str(path))
     return path
