@@ -21,7 +21,7 @@ Tensors = dict[str, ir.TensorProtocol]
 
 def _model(tensors: Tensors) -> ir.Model:
     """y = x @ w0 @ w1 ...; every weight square."""
-    size = next(iter(tensors.values())).numpy().shape[0]
+    size = int(next(iter(tensors.values())).shape.numpy()[0])
     float32 = ir.TensorType(ir.DataType.FLOAT)
     current = ir.val("x", shape=ir.Shape(["batch", size]), type=float32)
     graph_input, nodes, weights = current, [], []
