@@ -8,7 +8,7 @@ PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3))
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 OUT ?= out
-DEMO_METHOD ?= window:size=256@1-3
+DEMO_METHOD ?= window:size=512
 DEMO_BUDGET ?= ppl=5%
 
 PY := $(VENV)/bin/python
@@ -49,8 +49,9 @@ DEMO_TEXT = $(shell $(PY) -c 'import traceback; print(traceback.__file__)')
 demo: $(INSTALLED)  ## convert the small model in examples/, check it, time it
 	$(SUBQUAD) inspect examples/demo_model
 	$(SUBQUAD) convert examples/demo_model $(DEMO) --force $(DEMO_METHOD) --overwrite
-	$(SUBQUAD) validate $(DEMO) --data $(DEMO_TEXT) --lengths 256,1024,2048 --budget $(DEMO_BUDGET)
-	$(SUBQUAD) bench $(DEMO) --lengths 128,1024,4096 --time-limit 45
+	$(SUBQUAD) validate $(DEMO) --data $(DEMO_TEXT) --budget $(DEMO_BUDGET) \
+	  --lengths 512,2048 --paddings none,left --rows 2
+	$(SUBQUAD) bench $(DEMO) --lengths 128,1024,4096 --time-limit 40
 	@echo
 	@echo "The artifact is $(DEMO); what was done and why is in $(DEMO)/report.json."
 	@echo "Run it: $(SUBQUAD) run $(DEMO) --text 'def main('"
