@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from subquad.kernels.operator import DOMAIN, DOMAIN_VERSION, OperatorVariant
-from subquad.passes.recognise.candidates import Operand
+from subquad.passes.recognise.layout import Operand
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ class NodeBuilder:
         output = ir.Value(type=ir.TensorType(dtype))
         return self._tape.op(op_type, list(inputs), attributes, output=output)
 
-    def ints(self, values: int | Sequence[int]) -> ir.Value:
-        """An int64 constant: a scalar or a vector."""
-        tensor = ir.tensor(np.array(values, dtype=np.int64))
+    def ints(self, values: int | Sequence[int] | Sequence[Sequence[int]]) -> ir.Value:
+        """An int64 constant of rank 0, 1 or 2."""
+        array = np.array(values, dtype=np.int64)
+        tensor = ir.tensor(array)
         output = ir.Value(
-            type=ir.TensorType(ir.DataType.INT64), shape=tensor.shape, const_value=tensor
+            type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(array.shape), const_value=tensor
         )
         return self._tape.op("Constant", [], {"value": tensor}, output=output)
 

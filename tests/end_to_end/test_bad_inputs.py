@@ -104,7 +104,7 @@ def test_external_data_outside_the_folder(tmp_path: Path, source: Path, output: 
 
 def test_no_attention(tmp_path: Path, output: Path) -> None:
     node = helper.make_node("Relu", ["x"], ["y"])
-    shape = ["batch", 4]
+    shape: list[str | int | None] = ["batch", 4]
     graph = helper.make_graph(
         [node],
         "plain",
