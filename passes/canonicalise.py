@@ -25,9 +25,10 @@ class RemoveNoOpPass(ir.passes.InPlacePass):
             if node.domain not in ("", "ai.onnx") or node.outputs[0].is_graph_output():
                 continue
             check = _CHECKS.get(node.op_type)
-            if check is None or not check(node):
+            value = node.inputs[0] if node.inputs else None
+            if check is None or value is None or not check(node):
                 continue
-            ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+            ir.convenience.replace_all_uses_with(node.outputs[0], value)
             model.graph.remove(node, safe=True)
             modified = True
         return ir.passes.PassResult(model, modified)
