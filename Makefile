@@ -48,6 +48,7 @@ DEMO_TEXT = $(shell $(PY) -c 'import traceback; print(traceback.__file__)')
 
 demo: $(INSTALLED)  ## convert the small model in examples/, check it, time it
 	$(SUBQUAD) inspect examples/demo_model
+	@mkdir -p $(OUT)
 	$(SUBQUAD) convert examples/demo_model $(DEMO) --force $(DEMO_METHOD) --overwrite
 	$(SUBQUAD) validate $(DEMO) --data $(DEMO_TEXT) --budget $(DEMO_BUDGET) \
 	  --lengths 512,2048 --paddings none,left --rows 2
