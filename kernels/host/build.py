@@ -102,11 +102,7 @@ class _Job:
     def key(self) -> VariantKey:
         return variant_key(self.variant)
 
-    @property
-    def error(self) -> Path:
-        return Path(f"{self.object}.error")
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, error: Path) -> dict[str, Any]:
         return {
             "op_type": self.variant.op_type,
             "fields": _fields(self.variant),
@@ -114,7 +110,23 @@ class _Job:
             "target": asdict(self.target),
             "params": dict(self.params),
             "object": str(self.object),
+            "error": str(error),
         }
+
+
+@dataclass(frozen=True)
+class _Child:
+    """What a child process did.
+
+    Attributes:
+        started: whether it came to its first kernel.
+        errors: what it says of each.
+        end: how it ended.
+    """
+
+    started: bool
+    errors: list[str | None]
+    end: str
 
 
 class _LinkError(Exception):
@@ -242,11 +254,19 @@ def _object_key(
 
 
 def _source_hash(template: str) -> str:
-    """Of the package ``kernels``, from which templates take helpers, and of the template."""
-    files = sorted(_HERE.parent.rglob("*.py"))
-    spec = find_spec(template.partition(":")[0])
-    if spec is not None and spec.origin is not None and Path(spec.origin) not in files:
-        files.append(Path(spec.origin))
+    """Of the template and what it may take helpers from.
+
+    For our own that is the package ``kernels``, for one of another package its folder, for a
+    single module the module.
+    """
+    module = template.partition(":")[0]
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, "checked by load_template"
+    own, kernels = Path(spec.origin), _HERE.parent
+    if own.is_relative_to(kernels):
+        files = sorted(kernels.rglob("*.py"))
+    else:
+        files = sorted(own.parent.rglob("*.py")) if "." in module else [own]
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
@@ -258,19 +278,18 @@ def _compile(jobs: Sequence[_Job], kernel_seconds: float) -> dict[VariantKey, Re
     failed: dict[VariantKey, Rejection] = {}
     left = list(jobs)
     while left:
-        for job in left:
-            job.error.unlink(missing_ok=True)
-        end = _run_child(left, kernel_seconds)
-        done = [job for job in left if job.object.exists() or job.error.exists()]
-        for job in done:
-            if not job.object.exists():
-                failed[job.key] = _refusal(job, job.error.read_text("utf-8"))
-                job.error.unlink()
-        left = [job for job in left if job not in done]
-        if left:
-            # The child did one after the other, so the first that it left undone ended it.
-            culprit = left.pop(0)
-            failed[culprit.key] = _refusal(culprit, end)
+        child = _run_child(left, kernel_seconds)
+        undone = []
+        for job, error in zip(left, child.errors, strict=True):
+            if error is not None:
+                failed[job.key] = _refusal(job, error)
+            elif not job.object.exists():
+                undone.append(job)
+        # The child did one after the other, so the first that it left undone ended it; if it did
+        # not even come to the first, the others would fare no better.
+        culprits = undone[:1] if child.started else undone
+        failed |= {job.key: _refusal(job, child.end) for job in culprits}
+        left = undone[len(culprits) :]
     return failed
 
 
@@ -278,11 +297,16 @@ def _refusal(job: _Job, reason: str) -> Rejection:
     return Rejection(f"the kernel for {job.target.name} was not compiled: {reason}")
 
 
-def _run_child(jobs: Sequence[_Job], kernel_seconds: float) -> str:
-    """One child process over ``jobs``; returns how it ended."""
+def _run_child(jobs: Sequence[_Job], kernel_seconds: float) -> _Child:
+    """One child process over ``jobs``."""
     with tempfile.TemporaryDirectory(prefix="subquad-kernels-") as folder:
         task = Path(folder, "task.json")
-        content = {"kernels": [job.to_json() for job in jobs]}
+        errors = [Path(folder, f"{number}.error") for number in range(len(jobs))]
+        started = Path(folder, "started")
+        content = {
+            "started": str(started),
+            "kernels": [job.to_json(error) for job, error in zip(jobs, errors, strict=True)],
+        }
         task.write_text(json.dumps(content), "utf-8")
         # -P: the working directory must not shadow a module.
         command = [sys.executable, "-P", "-m", "subquad.kernels.host.compile_child", str(task)]
@@ -293,26 +317,31 @@ def _run_child(jobs: Sequence[_Job], kernel_seconds: float) -> str:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
             )
             try:
-                if not _wait(child, jobs, kernel_seconds):
-                    return f"it took more than {kernel_seconds:g} s"
+                objects = [job.object for job in jobs]
+                in_time = _wait(child, objects + errors, kernel_seconds)
             finally:
                 if child.poll() is None:
                     child.kill()
                     child.wait()
             output.seek(0)
-            return _ending(child.returncode, output.read().decode("utf-8", "replace"))
+            end = _ending(child.returncode, output.read().decode("utf-8", "replace"))
+        return _Child(
+            started.exists(),
+            [path.read_text("utf-8") if path.exists() else None for path in errors],
+            end if in_time else f"it took more than {kernel_seconds:g} s",
+        )
 
 
-def _wait(child: subprocess.Popen[bytes], jobs: Sequence[_Job], kernel_seconds: float) -> bool:
-    """Wait while the child makes progress; false if it does not."""
-    finished = -1
+def _wait(child: subprocess.Popen[bytes], results: Sequence[Path], kernel_seconds: float) -> bool:
+    """Wait while the child leaves results; false if none came for so long."""
+    finished = 0
     while True:
         try:
             child.wait(kernel_seconds)
             return True
         except subprocess.TimeoutExpired:
-            now = sum(job.object.exists() or job.error.exists() for job in jobs)
-            if now == finished or (finished < 0 and now == 0):
+            now = sum(path.exists() for path in results)
+            if now == finished:
                 return False
             finished = now
 

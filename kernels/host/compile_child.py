@@ -2,11 +2,12 @@
 
 ``python -m subquad.kernels.host.compile_child TASK.json``; the task is
 
-    {"kernels": [{"op_type": ..., "fields": {...}, "template": "module:attribute",
-     "target": {...}, "params": {...}, "object": "/…/key.o"}, ...]}
+    {"started": "/…/started",
+     "kernels": [{"op_type": ..., "fields": {...}, "template": "module:attribute",
+     "target": {...}, "params": {...}, "object": "/…/key.o", "error": "/…/0.error"}, ...]}
 
-Each kernel leaves its object file, or a file ``<object>.error`` with one line. A kernel that takes
-the process down leaves neither, and the parent says so.
+Each kernel leaves its object file, or the error file with one line. A kernel that takes the process
+down leaves neither, and the parent says so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ VARIANTS: dict[str, type[Any]] = {
 
 
 def main() -> None:
+    import tvm  # noqa: F401
+
     task = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    Path(task["started"]).touch()
     for kernel in task["kernels"]:
         _compile(kernel)
 
@@ -55,7 +59,7 @@ def _compile(kernel: dict[str, Any]) -> None:
     # What a template refuses, and what TVM refuses; anything else is a bug and ends the process.
     except (ValueError, TypeError, RuntimeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        Path(f"{final}.error").write_text(reason, "utf-8")
+        Path(kernel["error"]).write_text(reason, "utf-8")
 
 
 def _variant(op_type: str, fields: dict[str, Any]) -> OperatorVariant:

@@ -109,6 +109,19 @@ def test_slow_compilation_is_given_up(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "it took more than 0.05 s" in result.declined[variant_key(MASKED)].reason
 
 
+def test_broken_tvm_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tvm.py").write_text("open('runs', 'a').write('x')\nraise ImportError('no llvm')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+    result = build_kernels([PLAIN, MASKED], targets=[X86_64_V3], templates=TEMPLATES)
+    assert (tmp_path / "runs").read_text() == "x"
+    assert set(result.declined) == {variant_key(PLAIN), variant_key(MASKED)}
+    assert all(
+        r.reason.endswith("status 1: ImportError: no llvm") for r in result.declined.values()
+    )
+
+
 def test_no_compiler(no_child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
