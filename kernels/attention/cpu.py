@@ -27,22 +27,23 @@ class AttentionCpuTemplate:
         return None
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
-        from subquad.kernels.templates.dense import Band, emit_dense
+        from subquad.kernels.templates.dense import Band, ExactSet, emit_exact
         from subquad.kernels.templates.exact import exact_tile
         from subquad.kernels.templates.function import attention_function
-        from subquad.kernels.templates.rows import Buffers, list_real_keys
+        from subquad.kernels.templates.rows import Buffers, list_keys
 
         assert isinstance(variant, AttentionVariant)
         heads = variant.heads
         tile = exact_tile(TileParameters().override(params))
+        band = Band(variant.window_left, variant.window_right)
 
         def body(buffers: Buffers) -> None:
-            emit_dense(
+            emit_exact(
                 buffers,
-                list_real_keys(buffers.key_mask) if variant.has_key_mask else None,
+                list_keys(buffers),
+                heads,
                 tile,
-                (heads.num_kv_heads, heads.group, heads.head_dim, heads.value_dim),
-                Band(variant.window_left, variant.window_right),
+                ExactSet(window=band, sinks=0, allowed=band),
                 variant.scale,
                 variant.softcap,
             )

@@ -1,4 +1,4 @@
-"""Exact attention under a band and a key mask: the task loop around ``ExactPanels``."""
+"""Exact attention under a band, sinks and a key mask: what a task sees, and the task loop."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
 
+from subquad.kernels.inputs import Heads
+from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.templates.exact import ExactPanels, ExactTile, Visible
 from subquad.kernels.templates.rows import Buffers, HeadRows, KeyList
-from subquad.kernels.templates.vectors import Expr, bind, clamp, index, store_scalar
-
-UNLIMITED = -1
+from subquad.kernels.templates.vectors import (
+    Expr,
+    blocks_of,
+    clamp,
+    index,
+    quotient,
+    remainder,
+    settle,
+    store_scalar,
+)
 
 
 @dataclass(frozen=True)
@@ -24,123 +33,196 @@ class Band:
     def is_unlimited(self) -> bool:
         return self.left == UNLIMITED and self.right == UNLIMITED
 
+    def first(self, query: Expr, heads: HeadRows, alignment: Expr) -> Expr:
+        """First slot a query sees, 0 .. kv_len."""
+        if self.left == UNLIMITED:
+            return index(0)
+        return clamp(query + alignment - self.left, index(0), heads.kv_len)
 
-class BandedPanels:
-    """The ranges of keys that the panels of one task see, and the loop over them.
+    def last(self, query: Expr, heads: HeadRows, alignment: Expr) -> Expr:
+        """Last slot a query sees, -1 .. kv_len - 1."""
+        if self.right == UNLIMITED:
+            return heads.kv_len - 1
+        return clamp(query + alignment + self.right, index(-1), heads.kv_len - 1)
+
+
+@dataclass(frozen=True)
+class ExactSet:
+    """The keys a query attends to exactly.
+
+    Attributes:
+        window: its band; ``None``: sinks only.
+        sinks: positions ``0 .. sinks - 1`` count too, where ``allowed`` holds.
+        allowed: contains the window.
+    """
+
+    window: Band | None
+    sinks: int
+    allowed: Band
+
+    @property
+    def needs_masking(self) -> bool:
+        return self.window is None or self.sinks > 0 or not self.window.is_unlimited
+
+
+class ExactSpans:
+    """The spans of keys that the panels of one task see, and the loop over them.
+
+    Without sinks there is one span, the window. With sinks there are three: sinks before the
+    window, the window, sinks after it.
 
     Args:
-        alignment: key slot of query slot 0; ``None`` for an unlimited band.
+        alignment: key slot of query slot 0; used by limited bands only.
+        first_sink: key slot of position 0; used with sinks only.
     """
 
     def __init__(
-        self, tile: ExactTile, heads: HeadRows, keys: KeyList, band: Band, alignment: Expr | None
+        self,
+        tile: ExactTile,
+        heads: HeadRows,
+        keys: KeyList,
+        exact_set: ExactSet,
+        alignment: Expr,
+        first_sink: Expr,
     ) -> None:
-        self.tile, self.heads, self.keys, self.band = tile, heads, keys, band
+        self.tile, self.heads, self.keys, self.exact_set = tile, heads, keys, exact_set
         self.alignment = alignment
+        self.sinks: tuple[Expr, Expr] | None = None
+        if exact_set.sinks:
+            begin = clamp(first_sink, index(0), heads.kv_len)
+            end = clamp(first_sink + exact_set.sinks, index(0), heads.kv_len)
+            self.sinks = begin, end
+        self.count = 3 if exact_set.sinks else 1
         panels, width = tile.panels, tile.panel.width
-        self.begin = T.alloc_buffer((panels,), "int64", scope="local")
-        self.end = T.alloc_buffer((panels,), "int64", scope="local")
+
+        def numbers() -> Expr:
+            return T.alloc_buffer((self.count, panels), "int64", scope="local")
+
+        self.begin, self.end = numbers(), numbers()
         self.visible: Visible | None = None
-        if not band.is_unlimited:
+        if exact_set.needs_masking:
             # Slots that all rows of a panel see: no tile inside them needs masking.
-            self.all_from = T.alloc_buffer((panels,), "int64", scope="local")
-            self.all_to = T.alloc_buffer((panels,), "int64", scope="local")
+            self.all_from, self.all_to = numbers(), numbers()
+            shape = (2 if exact_set.sinks else 1, panels, width)
             self.visible = Visible(
-                T.alloc_buffer((panels, width), "int32"), T.alloc_buffer((panels, width), "int32")
+                T.alloc_buffer(shape, "int32"), T.alloc_buffer(shape, "int32"), self.sinks
             )
 
-    def _first(self, query: Expr) -> Expr:
-        """First slot a query sees, 0 .. kv_len."""
-        if self.band.left == UNLIMITED:
-            return index(0)
-        return clamp(query + self.alignment - self.band.left, index(0), self.heads.kv_len)
-
-    def _last(self, query: Expr) -> Expr:
-        """Last slot a query sees, -1 .. kv_len - 1."""
-        if self.band.right == UNLIMITED:
-            return self.heads.kv_len - 1
-        return clamp(query + self.alignment + self.band.right, index(-1), self.heads.kv_len - 1)
+    def _limits(self, kind: int, query: Expr) -> tuple[Expr, Expr]:
+        """First and last slot of a kind (0: window, 1: sinks) for a query; maybe an empty range."""
+        band = self.exact_set.allowed if kind else self.exact_set.window
+        if band is None:
+            return self.heads.kv_len, index(-1)
+        at = (query, self.heads, self.alignment)
+        return settle(band.first(*at)), settle(band.last(*at))
 
     def find(self, first_row: Expr) -> None:
-        """Compute the ranges of the panels that start at ``first_row``."""
+        """Compute the spans of the panels that start at ``first_row``."""
         heads, width = self.heads, self.tile.panel.width
         with T.serial(index(self.tile.panels)) as p:
-            row = bind(first_row + p * width)
-            head_query = bind(heads.query_of(row))
-            tail_query = bind(heads.query_of(T.min(row + width, heads.row_count) - 1))
+            row = settle(first_row + p * width)
+            head_query = settle(heads.query_of(row))
+            tail_query = settle(heads.query_of(T.min(row + width, heads.row_count) - 1))
             with T.If(row < heads.row_count):
                 with T.Then():
-                    store_scalar(self.begin, self.keys.rank(self._first(head_query)), p)
-                    store_scalar(self.end, self.keys.rank(self._last(tail_query) + 1), p)
+                    self._find_spans(p, head_query, tail_query)
                 with T.Else():
-                    store_scalar(self.begin, index(0), p)
-                    store_scalar(self.end, index(0), p)
+                    for span in range(self.count):
+                        store_scalar(self.begin, index(0), index(span), p)
+                        store_scalar(self.end, index(0), index(span), p)
             if self.visible is not None:
-                store_scalar(self.all_from, self._first(tail_query), p)
-                store_scalar(self.all_to, self._last(head_query), p)
+                for span in range(self.count):
+                    kind = int(self.count == 3 and span != 1)
+                    store_scalar(self.all_from, self._limits(kind, tail_query)[0], index(span), p)
+                    store_scalar(self.all_to, self._limits(kind, head_query)[1], index(span), p)
                 with T.serial(index(width)) as lane:
-                    query = bind(heads.query_of(row + lane))
-                    store_scalar(self.visible.first, T.cast(self._first(query), "int32"), p, lane)
-                    store_scalar(self.visible.last, T.cast(self._last(query), "int32"), p, lane)
+                    query = settle(heads.query_of(row + lane))
+                    for kind in range(2 if self.sinks else 1):
+                        first, last = self._limits(kind, query)
+                        at = (index(kind), p, lane)
+                        store_scalar(self.visible.first, T.cast(first, "int32"), *at)
+                        store_scalar(self.visible.last, T.cast(last, "int32"), *at)
+
+    def _find_spans(self, p: Expr, head_query: Expr, tail_query: Expr) -> None:
+        if self.exact_set.window is None:
+            # All sinks lie before an empty window at the end.
+            window_begin = window_end = self.heads.kv_len
+        else:
+            window_begin = self._limits(0, head_query)[0]
+            window_end = settle(T.max(self._limits(0, tail_query)[1] + 1, window_begin))
+        spans = [(window_begin, window_end)]
+        if self.sinks is not None:
+            allowed_begin = self._limits(1, head_query)[0]
+            allowed_end = self._limits(1, tail_query)[1] + 1
+            begin = settle(T.max(self.sinks[0], allowed_begin))
+            end = settle(T.min(self.sinks[1], allowed_end))
+            before = (begin, T.min(end, window_begin))
+            after = (T.max(begin, window_end), end)
+            spans = [before, spans[0], after]
+        for span, (begin, end) in enumerate(spans):
+            begin = settle(begin)
+            store_scalar(self.begin, self.keys.rank(begin), index(span), p)
+            store_scalar(self.end, self.keys.rank(T.max(begin, end)), index(span), p)
 
     def attend(self, exact: ExactPanels) -> None:
         """Every block of keys for every panel that sees some of it."""
         tile = self.tile
-        # Later rows see later keys; only panels past the last row are empty.
-        begin = T.alloc_buffer((1,), "int64", scope="local")
-        end = T.alloc_buffer((1,), "int64", scope="local")
-        store_scalar(begin, self.begin[index(0)], index(0))
-        store_scalar(end, self.end[index(0)], index(0))
-        with T.serial(index(tile.panels)) as p:
-            store_scalar(end, T.max(end[index(0)], self.end[p]), index(0))
-        origin = bind(begin[index(0)])
-        blocks = (T.max(end[index(0)] - origin, index(0)) + (tile.keys - 1)) // tile.keys
-        with T.serial(blocks) as block:
+        limits = T.alloc_buffer((2,), "int64", scope="local")
+        low, high = index(0), index(1)
+        with T.serial(index(self.count)) as span:
+            store_scalar(limits, self.heads.kv_len, low)
+            store_scalar(limits, index(0), high)
             with T.serial(index(tile.panels)) as p:
-                start = bind(T.max(origin + block * tile.keys, self.begin[p]))
-                stop = bind(T.min(origin + (block + 1) * tile.keys, self.end[p]))
-                with T.If(start < stop):
+                with T.If(self.begin[span, p] < self.end[span, p]):
                     with T.Then():
-                        is_partial = None
-                        if self.visible is not None:
-                            is_partial = T.Or(
-                                self.keys.slot(start) < self.all_from[p],
-                                self.keys.slot(stop - 1) > self.all_to[p],
+                        store_scalar(limits, T.min(limits[low], self.begin[span, p]), low)
+                        store_scalar(limits, T.max(limits[high], self.end[span, p]), high)
+            origin = settle(limits[low])
+            with T.serial(blocks_of(limits[high] - origin, tile.keys)) as block:
+                with T.serial(index(tile.panels)) as p:
+                    at = settle(origin + block * tile.keys)
+                    start = settle(T.max(at, self.begin[span, p]))
+                    stop = settle(T.min(at + tile.keys, self.end[span, p]))
+                    with T.If(start < stop):
+                        with T.Then():
+                            is_partial = None
+                            if self.visible is not None:
+                                is_partial = T.Or(
+                                    self.keys.slot(start) < self.all_from[span, p],
+                                    self.keys.slot(stop - 1) > self.all_to[span, p],
+                                )
+                            exact.attend(
+                                self.keys, p, start, stop - start, self.visible, is_partial
                             )
-                        exact.attend(self.keys, p, start, stop - start, self.visible, is_partial)
 
 
-def emit_dense(
+def emit_exact(
     buffers: Buffers,
-    keys_of: tuple[Expr, Expr] | None,
+    key_list: tuple[Expr, Expr] | None,
+    heads: Heads,
     tile: ExactTile,
-    sizes: tuple[int, int, int, int],
-    band: Band,
+    exact_set: ExactSet,
     scale: float,
-    softcap: float,
+    softcap: float = 0.0,
 ) -> None:
     """The parallel loop over (batch, key/value head, block of query rows).
 
     Args:
-        keys_of: ``list_real_keys``; ``None`` without a key mask.
-        sizes: num_kv_heads, group, head_dim, value_dim.
+        key_list: from ``list_keys``; ``None`` without a key mask.
     """
-    num_kv_heads, group, head_dim, value_dim = sizes
     batch, query_len = buffers.query.shape[0], buffers.query.shape[2]
-    blocks = bind((query_len * group + (tile.queries - 1)) // tile.queries)
-    with T.parallel(batch * num_kv_heads * blocks) as task:
-        head_index = bind(task // blocks)
+    blocks = blocks_of(query_len * heads.group, tile.queries)
+    with T.parallel(batch * heads.num_kv_heads * blocks) as task:
         # Causal work grows with the row: pairing first and last blocks keeps any run of tasks even.
-        order = bind(task % blocks)
-        block = bind(T.if_then_else(order % 2 == 0, order // 2, blocks - 1 - order // 2))
-        b = bind(head_index // num_kv_heads)
-        heads = HeadRows(buffers, b, bind(head_index % num_kv_heads), group, head_dim, value_dim)
-        keys = KeyList(b, *(keys_of or (None, None)))
-        alignment = None if band.is_unlimited else heads.alignment()
-        first_row = bind(block * tile.queries)
-        exact = ExactPanels(tile, heads, scale, softcap)
-        panels = BandedPanels(tile, heads, keys, band, alignment)
+        order = remainder(task, blocks)
+        half = quotient(order, 2)
+        block = settle(T.if_then_else(half * 2 == order, half, blocks - 1 - half))
+        rows = HeadRows.of(buffers, heads, quotient(task, blocks))
+        keys = KeyList.of(rows.batch, key_list)
+        first_row = settle(block * tile.queries)
+        exact = ExactPanels(tile, rows, scale, softcap)
+        spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment())
         exact.start(first_row)
-        panels.find(first_row)
-        panels.attend(exact)
+        spans.find(first_row)
+        spans.attend(exact)
         exact.finish(first_row)

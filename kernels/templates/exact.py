@@ -21,6 +21,7 @@ from subquad.kernels.templates.vectors import (
     LOG2_E,
     Expr,
     bind,
+    blocks_of,
     broadcast,
     constant,
     exp2,
@@ -59,12 +60,11 @@ class ExactTile:
 
 @dataclass(frozen=True)
 class Visible:
-    """Which key slots each query row may see.
-
-    Those from ``first[panel, lane]`` on, and sinks, up to ``last[panel, lane]``; int32.
+    """Which key slots each query row may see: ``first[kind, p, lane] <= slot <= last[...]``, int32.
 
     Attributes:
-        sinks: slots of the first sink and after the last one; ``None``: no sinks.
+        sinks: slots of the first sink and after the last one, which are keys of kind 1; all others
+            are of kind 0. ``None``: no sinks, one kind.
     """
 
     first: Expr
@@ -73,13 +73,15 @@ class Visible:
 
     def seen(self, slot: Expr, p: Expr, lane: int, lanes: int) -> Expr:
         """A vector of truth values for ``lanes`` query rows from ``lane`` on."""
-        low = high = T.cast(slot, "int32")
+        kind = index(0)
         if self.sinks is not None:
             begin, end = self.sinks
-            low = T.Select(T.And(slot >= begin, slot < end), T.int32(2**31 - 1), low)
+            is_sink = T.And(slot >= begin, slot < end)
+            kind = bind(T.if_then_else(is_sink, index(1), index(0)))
+        number = broadcast(T.cast(slot, "int32"), lanes)
         return T.And(
-            broadcast(low, lanes) >= load(self.first, p, index(lane), lanes=lanes),
-            broadcast(high, lanes) <= load(self.last, p, index(lane), lanes=lanes),
+            number >= load(self.first, kind, p, index(lane), lanes=lanes),
+            number <= load(self.last, kind, p, index(lane), lanes=lanes),
         )
 
 
@@ -136,7 +138,7 @@ class ExactPanels:
     def _score(self, keys: KeyList, p: Expr, start: Expr, count: Expr) -> None:
         tile = self.tile
         rows = tile.rows
-        with T.serial((count + (rows - 1)) // rows) as group:
+        with T.serial(blocks_of(count, rows)) as group:
             # The last group reads its last key again; its surplus scores are never used.
             slots = [keys.slot(start + T.min(group * rows + row, count - 1)) for row in range(rows)]
             products = RegisterTile.allocate(tile.panel, rows)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Self
+
+CPU_FEATURE_MAPS = ("elu",)
+"""Feature maps that the linear template can compute; their code is in ``linear.py``."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class TileParameters:
                 "tile that large is spilled"
             )
 
-    def override(self, params: Mapping[str, int]) -> TileParameters:
+    def override(self, params: Mapping[str, int]) -> Self:
         """These parameters with some replaced.
 
         Raises:
@@ -51,3 +55,21 @@ class TileParameters:
             if name not in known:
                 raise ValueError(f"unknown kernel parameter {name!r}; known: {', '.join(known)}")
         return replace(self, **params)
+
+
+@dataclass(frozen=True)
+class HybridParameters(TileParameters):
+    """Sizes of the linear part; the panels of its chunks are shared with the exact part.
+
+    Attributes:
+        chunk: query slots per chunk, rounded up to whole panels.
+        state_vectors: vectors of features per register tile of the state update.
+        state_rows: value dims per register tile of the state update.
+        min_tasks: with fewer (batch, key/value head) pairs the sequence is cut into segments, at
+            the price of computing most state updates twice.
+    """
+
+    chunk: int = 72
+    state_vectors: int = 2
+    state_rows: int = 6
+    min_tasks: int = 8

@@ -22,16 +22,16 @@ class Panel:
     def width(self) -> int:
         return self.lanes * self.vectors
 
-    def load(self, buffer: Expr, *outer: Expr, start: int = 0) -> list[Expr]:
+    def load(self, buffer: Expr, *outer: Expr, start: Expr = 0) -> list[Expr]:
         """``buffer[outer..., start:start + width]``, vector by vector."""
         return [
-            bind(load(buffer, *outer, index(start + v * self.lanes), lanes=self.lanes))
+            bind(load(buffer, *outer, start + v * self.lanes, lanes=self.lanes))
             for v in range(self.vectors)
         ]
 
-    def store(self, buffer: Expr, values: list[Expr], *outer: Expr, start: int = 0) -> None:
+    def store(self, buffer: Expr, values: list[Expr], *outer: Expr, start: Expr = 0) -> None:
         for v, value in enumerate(values):
-            store(buffer, value, *outer, index(start + v * self.lanes), lanes=self.lanes)
+            store(buffer, value, *outer, start + v * self.lanes, lanes=self.lanes)
 
     def fill(self, value: float) -> list[Expr]:
         return [constant(value, self.lanes)] * self.vectors
@@ -79,6 +79,10 @@ def unrolled(extent: Expr | int, factor: int) -> Iterator[list[Expr]]:
         factor = 1
     with T.serial(index(extent // factor) if isinstance(extent, int) else extent) as step:
         yield [step * factor + offset if factor > 1 else step for offset in range(factor)]
+
+
+def padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def row_groups(total: int, rows: int) -> list[tuple[int, int]]:

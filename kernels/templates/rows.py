@@ -10,8 +10,17 @@ from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
 
+from subquad.kernels.inputs import Heads
 from subquad.kernels.templates.products import Panel
-from subquad.kernels.templates.vectors import Expr, bind, index, store_scalar
+from subquad.kernels.templates.vectors import (
+    Expr,
+    bind,
+    index,
+    quotient,
+    remainder,
+    settle,
+    store_scalar,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,15 @@ class HeadRows:
     head_dim: int
     value_dim: int
 
+    @staticmethod
+    def of(buffers: Buffers, heads: Heads, number: Expr) -> HeadRows:
+        """Key/value head ``number % num_kv_heads`` of batch row ``number // num_kv_heads``."""
+        batch, kv_head = (
+            quotient(number, heads.num_kv_heads),
+            remainder(number, heads.num_kv_heads),
+        )
+        return HeadRows(buffers, batch, kv_head, heads.group, heads.head_dim, heads.value_dim)
+
     @property
     def row_count(self) -> Expr:
         return self.buffers.query.shape[2] * self.group
@@ -46,17 +64,26 @@ class HeadRows:
     def kv_len(self) -> Expr:
         return self.buffers.key.shape[2]
 
-    def alignment(self) -> Expr:
-        """Key slot of query slot 0; positions rise by one per slot."""
+    def alignment(self) -> tuple[Expr, Expr]:
+        """Key slots of query slot 0 and of position 0; zeros for a variant without positions.
+
+        Positions rise by one per slot, so these two say all.
+        """
         query_positions, key_positions = self.buffers.query_positions, self.buffers.key_positions
-        assert query_positions is not None and key_positions is not None
-        return bind(query_positions[self.batch, index(0)] - key_positions[self.batch, index(0)])
+        if query_positions is None or key_positions is None:
+            return index(0), index(0)
+        first_key = key_positions[self.batch, index(0)]
+        return settle(query_positions[self.batch, index(0)] - first_key), settle(
+            index(0) - first_key
+        )
 
     def query_of(self, row: Expr) -> Expr:
-        return row // self.group if self.group > 1 else row
+        return quotient(row, self.group) if self.group > 1 else row
 
     def head_of(self, row: Expr) -> Expr:
-        return self.kv_head * self.group + row % self.group if self.group > 1 else self.kv_head
+        if self.group == 1:
+            return self.kv_head
+        return self.kv_head * self.group + remainder(row, self.group)
 
     def key(self, slot: Expr, dim: Expr) -> Expr:
         return self.buffers.key[self.batch, self.kv_head, slot, dim]
@@ -69,8 +96,8 @@ class HeadRows:
     ) -> None:
         """``packed[p, d, lane] = factor * query``; lanes past the last row are zeros."""
         with T.serial(index(panel.width)) as lane:
-            row = bind(first_row + lane)
-            head, query = bind(self.head_of(row)), bind(self.query_of(row))
+            row = settle(first_row + lane)
+            head, query = settle(self.head_of(row)), settle(self.query_of(row))
             with T.If(row < self.row_count):
                 with T.Then():
                     with T.serial(index(self.head_dim)) as d:
@@ -83,10 +110,10 @@ class HeadRows:
     def write_output(self, packed: Expr, p: Expr, first_row: Expr, panel: Panel) -> None:
         """``output = packed[p, e, lane]``, transposed back."""
         with T.serial(index(panel.width)) as lane:
-            row = bind(first_row + lane)
+            row = settle(first_row + lane)
             with T.If(row < self.row_count):
                 with T.Then():
-                    head, query = bind(self.head_of(row)), bind(self.query_of(row))
+                    head, query = settle(self.head_of(row)), settle(self.query_of(row))
                     with T.serial(index(self.value_dim)) as e:
                         number = packed[p, e, lane]
                         store_scalar(self.buffers.output, number, self.batch, head, query, e)
@@ -94,16 +121,20 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class KeyList:
-    """The real keys of a batch row, in order: all slots, or a list of them.
+    """The keys of a batch row that count, in order: all slots, or a list of them.
 
     Attributes:
-        slots: ``[batch, kv_len]`` int32, the i-th real slot; ``None``: every slot is real.
-        ranks: ``[batch, kv_len + 1]`` int32, real keys before a slot.
+        slots: ``[batch, kv_len]`` int32, the i-th of them; ``None``: every slot.
+        ranks: ``[batch, kv_len + 1]`` int32, listed keys before a slot.
     """
 
     batch: Expr
     slots: Expr | None
     ranks: Expr | None
+
+    @staticmethod
+    def of(batch: Expr, listed: tuple[Expr, Expr] | None) -> KeyList:
+        return KeyList(batch, None, None) if listed is None else KeyList(batch, *listed)
 
     def slot(self, position: Expr) -> Expr:
         if self.slots is None:
@@ -117,16 +148,31 @@ class KeyList:
         return bind(T.cast(self.ranks[self.batch, slot], "int64"))
 
 
-def list_real_keys(key_mask: Expr) -> tuple[Expr, Expr]:
-    """``slots`` and ``ranks`` of ``KeyList`` for every batch row."""
-    batch, kv_len = key_mask.shape
+def list_keys(buffers: Buffers, skipped_sinks: int = 0) -> tuple[Expr, Expr] | None:
+    """``slots`` and ``ranks`` of ``KeyList`` for every batch row; ``None``: all keys count.
+
+    Args:
+        skipped_sinks: positions ``0 .. skipped_sinks - 1`` are left out.
+    """
+    key_mask, key_positions = buffers.key_mask, buffers.key_positions
+    if key_mask is None and not skipped_sinks:
+        return None
+    batch, kv_len = buffers.key.shape[0], buffers.key.shape[2]
     slots = T.alloc_buffer((batch, kv_len), "int32")
     ranks = T.alloc_buffer((batch, kv_len + 1), "int32")
     with T.parallel(batch) as b:
         store_scalar(ranks, T.int32(0), b, index(0))
         with T.serial(kv_len) as slot:
-            # Written always and counted only if real: no branch.
-            count = bind(ranks[b, slot])
-            store_scalar(slots, T.cast(slot, "int32"), b, T.cast(count, "int64"))
-            store_scalar(ranks, count + T.cast(key_mask[b, slot], "int32"), b, slot + 1)
+            counts = []
+            if key_mask is not None:
+                counts.append(T.cast(key_mask[b, slot], "int32"))
+            if skipped_sinks:
+                assert key_positions is not None
+                position = settle(key_positions[b, index(0)] + slot)
+                counts.append(T.cast(T.Or(position < 0, position >= skipped_sinks), "int32"))
+            # The slot is written always and counted only if it is in: no branch.
+            rank = bind(ranks[b, slot])
+            store_scalar(slots, T.cast(slot, "int32"), b, T.cast(rank, "int64"))
+            counted = counts[0] if len(counts) == 1 else counts[0] * counts[1]
+            store_scalar(ranks, rank + counted, b, slot + 1)
     return slots, ranks

@@ -46,20 +46,35 @@ def bind(value: Expr) -> Expr:
     return T.Bind(value)
 
 
+def settle(value: Expr) -> Expr:
+    """Like ``bind`` for an int64 that is computed once and used as it is.
+
+    It passes through a local buffer (a register once compiled), which hides its definition: TVM's
+    simplifier follows bound names, and nested minima, maxima and quotients take it minutes.
+    """
+    cell = T.alloc_buffer((1,), "int64", scope="local")
+    T.buffer_store(cell, _as_index(value), [index(0)])
+    return T.Bind(cell[index(0)])
+
+
 def index(value: int) -> Expr:
     return T.int64(value)
 
 
 def constant(value: float, lanes: int) -> Expr:
-    return T.Broadcast(T.float32(value), lanes)
+    return broadcast(T.float32(value), lanes)
 
 
 def integers(value: int, lanes: int) -> Expr:
-    return T.Broadcast(T.int32(value), lanes)
+    return broadcast(T.int32(value), lanes)
 
 
 def broadcast(value: Expr, lanes: int) -> Expr:
-    return T.Broadcast(value, lanes)
+    return T.Broadcast(value, lanes) if lanes > 1 else value
+
+
+def vector_type(scalar: str, lanes: int) -> str:
+    return f"{scalar}x{lanes}" if lanes > 1 else scalar
 
 
 def load(buffer: Expr, *indices: Expr, lanes: int) -> Expr:
@@ -81,18 +96,13 @@ def _as_index(value: Expr) -> Expr:
     return index(value) if isinstance(value, int) else value
 
 
-def iota(start: Expr, lanes: int) -> Expr:
-    """``start, start + 1, ...`` as int32."""
-    return T.Ramp(start, T.int32(1), lanes)
-
-
 def exp2(x: Expr, lanes: int) -> Expr:
     """``2^x`` with relative error below 2e-7; exactly 0 below ``EXP2_UNDERFLOW``, also at -inf.
 
     x must not exceed 127. 2^n is added to the exponent bits of the polynomial in x - n.
     """
     x = bind(x)
-    as_float, as_integer = f"float32x{lanes}", f"int32x{lanes}"
+    as_float, as_integer = vector_type("float32", lanes), vector_type("int32", lanes)
     # As bits, since TVM simplifies (x + c) - c to x, in floating point too.
     shifted = bind(T.reinterpret(as_integer, x + constant(_ROUND_TO_INTEGER, lanes)))
     nearest = T.reinterpret(as_float, shifted) - constant(_ROUND_TO_INTEGER, lanes)
@@ -125,4 +135,19 @@ def polynomial(x: Expr, coefficients: Sequence[float], lanes: int) -> Expr:
 
 
 def clamp(x: Expr, low: Expr, high: Expr) -> Expr:
-    return T.max(T.min(x, high), low)
+    return settle(T.max(T.min(x, high), low))
+
+
+def quotient(x: Expr, y: Expr) -> Expr:
+    """``x // y`` of numbers that are not negative, without proving that they are not."""
+    return settle(T.truncdiv(_as_index(x), _as_index(y)))
+
+
+def remainder(x: Expr, y: Expr) -> Expr:
+    """``x % y`` of numbers that are not negative."""
+    return settle(T.truncmod(_as_index(x), _as_index(y)))
+
+
+def blocks_of(x: Expr, size: Expr) -> Expr:
+    """``ceil(x / size)``; 0 where x is negative or 0."""
+    return quotient(T.max(x, index(0)) + (size - 1), size)
