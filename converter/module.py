@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -108,12 +109,13 @@ def trace_module(source: torch.nn.Module | ModuleSource | tuple[Any, ...]) -> Tr
     name = source.name or type(source.module).__name__
     inputs = _named_inputs(source, name)
     axes = _dynamic_axes(source, inputs, name)
-    training = source.module.training
-    source.module.eval()
+    module = _in_float32(source.module)
+    training = module.training
+    module.eval()
     try:
-        model = export_module(source.module, inputs, axes, what=name)
+        model = export_module(module, inputs, axes, what=name)
     finally:
-        source.module.train(training)
+        module.train(training)
     specs = describe_signature(model.graph)
     return TracedModel(
         model=model,
@@ -124,6 +126,22 @@ def trace_module(source: torch.nn.Module | ModuleSource | tuple[Any, ...]) -> Tr
         inputs=specs[0],
         outputs=specs[1],
     )
+
+
+def _in_float32(module: torch.nn.Module) -> torch.nn.Module:
+    """``module``, or a float32 copy if it holds half-precision tensors.
+
+    ONNX Runtime's CPU provider lacks many operators in float16 and bfloat16, and a table in half
+    precision (rotary phases, say) is promoted by torch at its first use anyway.
+    """
+    import itertools
+
+    import torch
+
+    half = (torch.float16, torch.bfloat16)
+    if any(t.dtype in half for t in itertools.chain(module.parameters(), module.buffers())):
+        return copy.deepcopy(module).float()
+    return module
 
 
 def _is_module(value: object) -> bool:

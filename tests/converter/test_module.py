@@ -50,6 +50,18 @@ class Scaled(torch.nn.Module):
         return x * 3.0 if y is None else x * y
 
 
+class HalfTable(torch.nn.Module):
+    """A float32 model with one table in half precision, negated as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phase", torch.linspace(0.1, 3.0, 4).to(torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        phase = cast(torch.Tensor, self.phase)
+        return x * torch.cat([-phase[:2], phase[2:]])
+
+
 class Fixed(torch.nn.Module):
     """Works for one length only."""
 
@@ -213,3 +225,17 @@ def test_hash_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         source.module.get_parameter("position").add_(1.0)
     assert hash_model(first.model) != first.source_hash
+
+
+def test_half_precision_tables_become_float32(tmp_path: Path) -> None:
+    module = HalfTable()
+    x = torch.randn(2, 3, 4)
+    traced = trace(ModuleSource(module, {"x": x}))
+    write_models(tmp_path, {"model.onnx": traced.model})
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    (got,) = session.run(None, {"x": x.numpy()})
+    # The same bfloat16 values, multiplied in float32 on both sides.
+    np.testing.assert_array_equal(got, module(x).numpy())
+    assert (
+        cast(torch.Tensor, module.phase).dtype == torch.bfloat16
+    )  # the user's module is as it was

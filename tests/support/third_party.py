@@ -259,9 +259,7 @@ def nanoguard() -> torch.nn.Module:
         module.ModelConfig(**{**checkpoint["config"], "dropout": 0.0})
     )
     model.load_state_dict(checkpoint["model_state_dict"])
-    # Its rotation tables are bfloat16, for which ONNX Runtime lacks operators on the CPU. Products
-    # with float32 were computed in float32 anyway, so this changes no result.
-    return model.float().eval()
+    return model.eval()
 
 
 @dataclass(frozen=True)
