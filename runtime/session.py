@@ -159,13 +159,13 @@ def run_session(session: Any, feeds: Feeds, names: Sequence[str]) -> list[NDArra
     options = ort.RunOptions()
     options.log_severity_level = 4
     with ThreadPoolExecutor(1, "subquad-run") as executor:
-        future = executor.submit(session.run, list(names), dict(feeds), options)
         try:
+            # Inside: an interrupt may come before `submit` has returned.
+            future = executor.submit(session.run, list(names), dict(feeds), options)
             wait([future])
         except BaseException:
             options.terminate = True
-            wait([future])
-            raise
+            raise  # leaving the executor waits until the run has stopped
         with translated_errors("ONNX Runtime failed"):
             return list(future.result())
 
