@@ -146,6 +146,10 @@ def _register(options: Any, library: Path, version: str) -> None:
         ) from error
 
 
+_INTERRUPT_POLL = 0.1
+"""Seconds after which a waiting main thread looks for Ctrl-C."""
+
+
 def run_session(session: Any, feeds: Feeds, names: Sequence[str]) -> list[NDArray[Any]]:
     """``session.run``, which Ctrl-C stops within one operator.
 
@@ -162,7 +166,10 @@ def run_session(session: Any, feeds: Feeds, names: Sequence[str]) -> list[NDArra
         try:
             # Inside: an interrupt may come before `submit` has returned.
             future = executor.submit(session.run, list(names), dict(feeds), options)
-            wait([future])
+            # In short waits: where another library has made interrupted system calls restart
+            # (SA_RESTART), Python sees the interrupt only when a wait ends.
+            while not future.done():
+                wait([future], timeout=_INTERRUPT_POLL)
         except BaseException:
             options.terminate = True
             raise  # leaving the executor waits until the run has stopped
