@@ -25,10 +25,10 @@ class TileParameters:
     """
 
     lanes: int = 8
-    vectors: int = 3
-    rows: int = 4
-    panels: int = 4
-    keys: int = 64
+    vectors: int = 2
+    rows: int = 6
+    panels: int = 8
+    keys: int = 96
     unroll: int = 4
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class HybridParameters(TileParameters):
             the price of computing most state updates twice.
     """
 
-    chunk: int = 72
+    chunk: int = 32
     state_vectors: int = 2
     state_rows: int = 6
     min_tasks: int = 8
