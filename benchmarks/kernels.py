@@ -156,6 +156,7 @@ def onnxruntime_op(op_type: str, **attributes: Any) -> Callable[[Any, Feeds, int
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = ort.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
@@ -334,6 +335,8 @@ def main() -> None:
     options = parser.parse_args()
     for variable in ("OMP_NUM_THREADS", "TVM_NUM_THREADS"):
         os.environ[variable] = str(options.threads)
+    # Threads that wait for work of one candidate must not spin on the next one's cores.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     import torch
     import tvm
 
