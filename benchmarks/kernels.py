@@ -32,15 +32,13 @@ from onnx import TensorProto, helper
 
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
-from subquad.kernels.inputs import INPUT_NAMES
 from subquad.kernels.kernel import (
     CPU_TEMPLATES,
     CpuTarget,
     kernel_symbol,
     load_template,
-    present_inputs,
 )
-from subquad.kernels.operator import OperatorVariant
+from subquad.kernels.operator import OperatorVariant, present_inputs
 
 GEMM = 768
 CHECK_LENGTH, TOLERANCE = 200, 1e-5
@@ -256,10 +254,7 @@ class Kernel:
     def check(self, feeds: Feeds) -> None:
         call, output = self.prepare(feeds)
         call()
-        present = present_inputs(self.variant)
-        want = self.variant.reference(
-            *(feeds[name] if name in present else None for name in INPUT_NAMES)
-        )
+        want = self.variant.reference(**{n: feeds[n] for n in present_inputs(self.variant)})
         error = float(np.linalg.norm(output - want) / np.linalg.norm(want))
         if not error < TOLERANCE:
             raise SystemExit(f"{self.variant.overload}: relative error {error}; nothing timed")

@@ -175,13 +175,13 @@ class Body:
         op_type: str,
         overload: str,
         inputs: Sequence[ir.Value],
-        output: ir.Value,
+        outputs: Sequence[ir.Value],
         attributes: Mapping[str, ir.Attr],
     ) -> ir.Function:
         """Close the body. Attributes are declared with the variant's values as defaults."""
         graph = ir.Graph(
             inputs,
-            [output],
+            outputs,
             nodes=self._nodes,
             opset_imports={"": OPSET, MICROSOFT: 1},
             name=op_type,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from subquad.kernels.body import Body
+from subquad.kernels.operator import TensorSpec
 
 INPUT_NAMES = ("query", "key", "value", "key_mask", "query_positions", "key_positions")
 
@@ -49,6 +51,8 @@ class Inputs:
     key_mask: ir.Value | None
     query_positions: ir.Value | None
     key_positions: ir.Value | None
+    extra: Mapping[str, ir.Value] = field(default_factory=dict)
+    """Those of one operator only, by name."""
 
     @property
     def positions(self) -> tuple[ir.Value, ir.Value]:
@@ -57,23 +61,51 @@ class Inputs:
         return self.query_positions, self.key_positions
 
 
-def input_names(*, key_mask: bool, positions: bool) -> tuple[str, ...]:
-    """Input names in order, ``""`` where absent, without absent ones at the end."""
-    present = (True, True, True, key_mask, positions, positions)
-    names = [name if there else "" for name, there in zip(INPUT_NAMES, present, strict=True)]
-    while not names[-1]:
-        names.pop()
-    return tuple(names)
+def input_specs(
+    heads: Heads,
+    *,
+    key_mask: bool,
+    positions: bool,
+    extra: Sequence[TensorSpec | None] = (),
+) -> tuple[TensorSpec | None, ...]:
+    """The shared inputs in order and those of one operator after them.
+
+    ``None`` where one is absent; absent ones at the end are left out.
+    """
+    specs = [
+        TensorSpec("query", "float32", ("batch", heads.num_heads, "query_len", heads.head_dim)),
+        TensorSpec("key", "float32", ("batch", heads.num_kv_heads, "kv_len", heads.head_dim)),
+        TensorSpec("value", "float32", ("batch", heads.num_kv_heads, "kv_len", heads.value_dim)),
+        TensorSpec("key_mask", "bool", ("batch", "kv_len")) if key_mask else None,
+        TensorSpec("query_positions", "int64", ("batch", "query_len")) if positions else None,
+        TensorSpec("key_positions", "int64", ("batch", "kv_len")) if positions else None,
+        *extra,
+    ]
+    while specs[-1] is None:
+        specs.pop()
+    return tuple(specs)
 
 
-def declare_inputs(names: tuple[str, ...]) -> tuple[list[ir.Value], Inputs]:
-    """Formal function inputs; an absent one keeps its place under its usual name, unused."""
-    formal = [ir.Value(name=INPUT_NAMES[index]) for index in range(len(names))]
-    padded = [value if name else None for value, name in zip(formal, names, strict=True)]
-    padded += [None] * (len(INPUT_NAMES) - len(padded))
-    query, key, value, key_mask, query_positions, key_positions = padded
+def output_spec(heads: Heads) -> TensorSpec:
+    """The first output of every attention operator."""
+    dims = ("batch", heads.num_heads, "query_len", heads.value_dim)
+    return TensorSpec("output", "float32", dims)
+
+
+def declare_inputs(specs: Sequence[TensorSpec | None]) -> tuple[list[ir.Value], Inputs]:
+    """Formal function inputs; an absent one keeps its place, unused."""
+    formal = [
+        ir.Value(name=spec.name if spec is not None else f"absent_{place}")
+        for place, spec in enumerate(specs)
+    ]
+    given = {
+        spec.name: value for spec, value in zip(specs, formal, strict=True) if spec is not None
+    }
+    shared = [given.pop(name, None) for name in INPUT_NAMES]
+    query, key, value, key_mask, query_positions, key_positions = shared
     assert query is not None and key is not None and value is not None
-    return formal, Inputs(query, key, value, key_mask, query_positions, key_positions)
+    inputs = Inputs(query, key, value, key_mask, query_positions, key_positions, given)
+    return formal, inputs
 
 
 def offset(body: Body, inputs: Inputs) -> ir.Value:

@@ -7,12 +7,11 @@ one ONNX Runtime custom-op library per target.
 What a template's function must do:
 
 * its ``global_symbol`` is ``kernel_symbol(variant)``;
-* arguments are the inputs the variant really has, in the operator's order (``present_inputs``),
-  then the output ``[batch, num_heads, query_len, value_dim]``; shapes and dtypes are those of
-  ``kernels/operator.py``, all dimensions but the static ones symbolic, never 0;
+* arguments are the inputs the variant has, in the operator's order, then its outputs; shapes and
+  dtypes are those of the specs (``templates/function.py`` declares them), symbols never 0;
 * buffers are compact but aligned to their elements only: ``T.match_buffer(..., align=4)`` for
-  float32, 8 for int64, 1 for bool;
-* it writes every element of the output;
+  float32 and int32, 8 for int64, 1 for bool;
+* it writes every element of its outputs;
 * it is parallel by ``T.parallel`` only, and nothing in it waits for another iteration: the host
   gives the iterations to ONNX Runtime's thread pool, in any number of contiguous runs and in any
   order. A parallel loop inside a parallel loop runs serially;
@@ -96,11 +95,6 @@ def load_template(op_type: str, templates: Mapping[str, str]) -> KernelTemplate 
         return Rejection(f"operator {op_type} has no kernel template yet ({module})")
     template: KernelTemplate = getattr(importlib.import_module(module), attribute)
     return template
-
-
-def present_inputs(variant: OperatorVariant) -> tuple[str, ...]:
-    """Names of the inputs a kernel of this variant takes, in order."""
-    return tuple(name for name in variant.input_names if name)
 
 
 def kernel_symbol(variant: OperatorVariant) -> str:

@@ -20,12 +20,11 @@ Query head ``h`` reads key/value head ``h // (num_heads // num_kv_heads)``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 DOMAIN = "ai.subquad"
 DOMAIN_VERSION = 1
@@ -33,6 +32,37 @@ OPSET = 24
 
 UNLIMITED = -1
 """Value of ``window_left`` / ``window_right`` that puts no limit on that side."""
+
+
+DType = Literal["float32", "bool", "int32", "int64"]
+"""Element types that inputs and outputs may have."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The number of blocks of ``size`` that cover a dimension: ``ceil(dim / size)``."""
+
+    dim: str
+    size: int
+
+
+Dim = str | int | Blocks
+"""A symbol such as ``query_len``, a static size, or a number of blocks."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a variant.
+
+    Attributes:
+        name: part of the operator's contract: the same input of every variant has one name.
+        dtype: of its elements.
+        dims: equal symbols have equal sizes; none is 0 at run time.
+    """
+
+    name: str
+    dtype: DType
+    dims: tuple[Dim, ...]
 
 
 class OperatorVariant(Protocol):
@@ -51,8 +81,15 @@ class OperatorVariant(Protocol):
         """Unique, readable, deterministic name of this variant (ONNX function overload)."""
 
     @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the inputs in order; ``""`` for an optional input that is absent."""
+    def inputs(self) -> tuple[TensorSpec | None, ...]:
+        """The inputs in order, ``None`` for an optional one that is absent, which is never last.
+
+        An input keeps its place, dtype and rank in all variants of an operator.
+        """
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs in order; their symbols occur in ``inputs``. The first is the attention."""
 
     def attributes(self) -> Mapping[str, ir.Attr]:
         """Attributes a node of this variant carries (read by kernels; bodies have them baked)."""
@@ -60,13 +97,20 @@ class OperatorVariant(Protocol):
     def build_function(self) -> ir.Function:
         """The model-local ONNX function (opset 24 and allow-listed com.microsoft ops)."""
 
-    def reference(
-        self,
-        query: NDArray[np.floating],
-        key: NDArray[np.floating],
-        value: NDArray[np.floating],
-        key_mask: NDArray[np.bool_] | None = None,
-        query_positions: NDArray[np.int64] | None = None,
-        key_positions: NDArray[np.int64] | None = None,
-    ) -> NDArray[np.float64]:
-        """The operator by its formula, in float64."""
+    @property
+    def reference(self) -> Callable[..., Any]:
+        """The operator by its formula, in float64.
+
+        Takes the inputs by name, those of ``kernels/operator.py`` also in order; returns the
+        output as an array, or a tuple where the variant has several.
+        """
+
+
+def input_names(variant: OperatorVariant) -> tuple[str, ...]:
+    """Names of the inputs in order, ``""`` for those that are absent."""
+    return tuple(spec.name if spec is not None else "" for spec in variant.inputs)
+
+
+def present_inputs(variant: OperatorVariant) -> tuple[str, ...]:
+    """Names of the inputs that the variant has, in order: what a kernel takes."""
+    return tuple(spec.name for spec in variant.inputs if spec is not None)

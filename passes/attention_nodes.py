@@ -9,7 +9,12 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from subquad.kernels.operator import DOMAIN, DOMAIN_VERSION, OperatorVariant
+from subquad.kernels.operator import (
+    DOMAIN,
+    DOMAIN_VERSION,
+    OperatorVariant,
+    input_names,
+)
 from subquad.passes.recognise.layout import Operand
 
 
@@ -151,14 +156,14 @@ def variant_inputs(
         "key_positions": shared.key_positions,
         "": None,
     }
-    inputs = [available[name] for name in variant.input_names]
-    missing = [n for n in variant.input_names if n and available[n] is None]
+    inputs = [available[name] for name in input_names(variant)]
+    missing = [n for n in input_names(variant) if n and available[n] is None]
     assert not missing, f"{variant.overload} needs {missing}"
     return inputs
 
 
 def needs_positions(variant: OperatorVariant) -> bool:
-    return "query_positions" in variant.input_names
+    return "query_positions" in input_names(variant)
 
 
 def register_variant(model: ir.Model, variant: OperatorVariant) -> None:

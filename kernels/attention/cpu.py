@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from subquad.kernels.attention.semantics import AttentionVariant
-from subquad.kernels.kernel import CpuTarget, kernel_symbol, present_inputs
+from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.parameters import TileParameters
 from subquad.runtime.errors import Rejection
@@ -48,7 +48,7 @@ class AttentionCpuTemplate:
                 variant.softcap,
             )
 
-        return attention_function(kernel_symbol(variant), heads, present_inputs(variant), body)
+        return attention_function(variant, body)
 
 
 TEMPLATE = AttentionCpuTemplate()

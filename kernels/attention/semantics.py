@@ -19,11 +19,12 @@ from subquad.kernels.body import Body
 from subquad.kernels.inputs import (
     Heads,
     declare_inputs,
-    input_names,
+    input_specs,
     limit_label,
     number_label,
+    output_spec,
 )
-from subquad.kernels.operator import UNLIMITED
+from subquad.kernels.operator import UNLIMITED, TensorSpec
 from subquad.kernels.visibility import allowed_keys
 
 
@@ -79,8 +80,12 @@ class AttentionVariant:
         return "_".join(parts)
 
     @property
-    def input_names(self) -> tuple[str, ...]:
-        return input_names(key_mask=self.has_key_mask, positions=self.has_positions)
+    def inputs(self) -> tuple[TensorSpec | None, ...]:
+        return input_specs(self.heads, key_mask=self.has_key_mask, positions=self.has_positions)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return (output_spec(self.heads),)
 
     def attributes(self) -> Mapping[str, ir.Attr]:
         attributes = [
@@ -96,7 +101,7 @@ class AttentionVariant:
 
     def build_function(self) -> ir.Function:
         body = Body()
-        formal, inputs = declare_inputs(self.input_names)
+        formal, inputs = declare_inputs(self.inputs)
         output = attention_body(
             body,
             self.heads,
@@ -106,7 +111,7 @@ class AttentionVariant:
             self.window_left,
             self.window_right,
         )
-        return body.function(self.op_type, self.overload, formal, output, self.attributes())
+        return body.function(self.op_type, self.overload, formal, [output], self.attributes())
 
     def reference(
         self,

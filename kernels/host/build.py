@@ -104,7 +104,7 @@ class _Job:
 
     def to_json(self, error: Path) -> dict[str, Any]:
         return {
-            "op_type": self.variant.op_type,
+            "variant": _class_name(self.variant),
             "fields": _fields(self.variant),
             "template": self.template,
             "target": asdict(self.target),
@@ -236,12 +236,17 @@ def _fields(variant: OperatorVariant) -> dict[str, Any]:
     return asdict(variant)  # type: ignore[call-overload, no-any-return]
 
 
+def _class_name(variant: OperatorVariant) -> str:
+    """``module:class``, by which the child process makes the variant again."""
+    return f"{type(variant).__module__}:{type(variant).__qualname__}"
+
+
 def _object_key(
     variant: OperatorVariant, template: str, target: CpuTarget, params: Mapping[str, int]
 ) -> str:
     """Hash of all that a kernel object depends on."""
     facts = {
-        "op_type": variant.op_type,
+        "variant": _class_name(variant),
         "fields": _fields(variant),
         "symbol": kernel_symbol(variant),
         "template": template,

@@ -3,7 +3,7 @@
 ``python -m subquad.kernels.host.compile_child TASK.json``; the task is
 
     {"started": "/…/started",
-     "kernels": [{"op_type": ..., "fields": {...}, "template": "module:attribute",
+     "kernels": [{"variant": "module:class", "fields": {...}, "template": "module:attribute",
      "target": {...}, "params": {...}, "object": "/…/key.o", "error": "/…/0.error"}, ...]}
 
 Each kernel leaves its object file, or the error file with one line. A kernel that takes the process
@@ -19,16 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from subquad.kernels.attention.semantics import AttentionVariant
-from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.kernel import CpuTarget, KernelTemplate, kernel_symbol
 from subquad.kernels.operator import OperatorVariant
-
-VARIANTS: dict[str, type[Any]] = {
-    "Attention": AttentionVariant,
-    "HybridAttention": HybridVariant,
-}
-"""Operator -> the class of its variants, rebuilt here from its fields."""
 
 
 def main() -> None:
@@ -43,9 +35,9 @@ def main() -> None:
 def _compile(kernel: dict[str, Any]) -> None:
     import tvm
 
-    variant = _variant(kernel["op_type"], kernel["fields"])
-    module, _, attribute = kernel["template"].partition(":")
-    template: KernelTemplate = getattr(importlib.import_module(module), attribute)
+    fields = {name: _hashable(value) for name, value in kernel["fields"].items()}
+    variant: OperatorVariant = _named(kernel["variant"])(**fields)
+    template: KernelTemplate = _named(kernel["template"])
     target = CpuTarget(**{k: _hashable(v) for k, v in kernel["target"].items()})
     final = Path(kernel["object"])
     try:
@@ -62,9 +54,10 @@ def _compile(kernel: dict[str, Any]) -> None:
         Path(kernel["error"]).write_text(reason, "utf-8")
 
 
-def _variant(op_type: str, fields: dict[str, Any]) -> OperatorVariant:
-    variant: OperatorVariant = VARIANTS[op_type](**{k: _hashable(v) for k, v in fields.items()})
-    return variant
+def _named(place: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _hashable(value: Any) -> Any:

@@ -39,7 +39,7 @@ struct OrtApiBase {
 };
 
 enum OrtErrorCode { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2, ORT_NOT_IMPLEMENTED = 9 };
-enum OrtElementType { ORT_FLOAT = 1, ORT_INT64 = 7, ORT_BOOL = 9 };
+enum OrtElementType { ORT_FLOAT = 1, ORT_INT32 = 6, ORT_INT64 = 7, ORT_BOOL = 9 };
 enum OrtCharacteristic { ORT_REQUIRED = 0, ORT_OPTIONAL = 1 };
 enum OrtMemType { ORT_MEM_DEFAULT = 0 };
 

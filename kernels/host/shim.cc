@@ -153,7 +153,7 @@ struct Argument {
 };
 
 struct Arguments {
-  Argument items[kMaxInputs + 1];
+  Argument items[kMaxInputs + kMaxOutputs];
   size_t count = 0;
   ~Arguments() {
     for (size_t i = 0; i < count; ++i) free(items[i].copy);
@@ -162,6 +162,8 @@ struct Arguments {
 
 DLDataType DataType(OrtElementType type) {
   switch (type) {
+    case ORT_INT32:
+      return {kDLInt, 32, 1};
     case ORT_INT64:
       return {kDLInt, 64, 1};
     case ORT_BOOL:
@@ -262,17 +264,30 @@ OrtStatus* ReadInputs(const Kernel& kernel, const OrtKernelContext* context,
   return nullptr;
 }
 
-// The output of every attention operator: [batch, num_heads, query_len] of query, value_dim of value.
-OrtStatus* MakeOutput(const Kernel& kernel, OrtKernelContext* context, Arguments* arguments) {
+OrtStatus* MakeOutput(const Kernel& kernel, OrtKernelContext* context, size_t number,
+                      Arguments* arguments) {
+  const OutputShape& wanted = kernel.entry->outputs[number];
+  const OrtElementType type = kernel.op->outputs[number].type;
   Argument* argument = &arguments->items[arguments->count];
-  memcpy(argument->shape, arguments->items[0].shape, 3 * sizeof(int64_t));
-  argument->shape[3] = arguments->items[2].shape[3];
+  for (int32_t axis = 0; axis < wanted.rank; ++axis) {
+    const Dimension& dimension = wanted.dimensions[axis];
+    const int64_t divisor = dimension.divisor;
+    argument->shape[axis] =
+        dimension.argument < 0
+            ? divisor
+            : (arguments->items[dimension.argument].shape[dimension.axis] + divisor - 1) / divisor;
+  }
+  const size_t rank = static_cast<size_t>(wanted.rank);
   OrtValue* value = nullptr;
-  SUBQUAD_RETURN_IF_ERROR(
-      ort::KernelContext_GetOutput::Call(kernel.api, context, 0, argument->shape, 4, &value));
+  SUBQUAD_RETURN_IF_ERROR(ort::KernelContext_GetOutput::Call(kernel.api, context, number,
+                                                             argument->shape, rank, &value));
+  if (value == nullptr) {
+    return Fail(kernel.api, ORT_INVALID_ARGUMENT, "%s: output %zu is not used, but the variant "
+                "has one", kernel.entry->variant, number);
+  }
   void* data = nullptr;
   SUBQUAD_RETURN_IF_ERROR(ort::GetTensorMutableData::Call(kernel.api, value, &data));
-  Describe(argument, data, ORT_FLOAT, 4);
+  Describe(argument, data, type, rank);
   ++arguments->count;
   if (kernel.poison) memset(data, 0xff, NumBytes(*argument));  // all bits set: a NaN
   return nullptr;
@@ -282,8 +297,10 @@ OrtStatus* Compute(void* state, OrtKernelContext* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(state);
   Arguments arguments;
   SUBQUAD_RETURN_IF_ERROR(ReadInputs(kernel, context, &arguments));
-  SUBQUAD_RETURN_IF_ERROR(MakeOutput(kernel, context, &arguments));
-  TVMFFIAny packed[kMaxInputs + 1];
+  for (size_t i = 0; i < kernel.entry->num_outputs; ++i) {
+    SUBQUAD_RETURN_IF_ERROR(MakeOutput(kernel, context, i, &arguments));
+  }
+  TVMFFIAny packed[kMaxInputs + kMaxOutputs];
   for (size_t i = 0; i < arguments.count; ++i) {
     packed[i] = {};
     packed[i].type_index = kTVMFFIDLTensorPtr;
@@ -365,9 +382,15 @@ void Fill(CustomOp* custom, const Operator* op) {
     return OperatorOf(self).inputs[i].optional ? ORT_OPTIONAL : ORT_REQUIRED;
   };
   custom->GetInputMemoryType = [](const OrtCustomOp*, size_t) { return ORT_MEM_DEFAULT; };
-  custom->GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
-  custom->GetOutputType = [](const OrtCustomOp*, size_t) { return ORT_FLOAT; };
-  custom->GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return ORT_REQUIRED; };
+  custom->GetOutputTypeCount = [](const OrtCustomOp* self) {
+    return OperatorOf(self).num_outputs;
+  };
+  custom->GetOutputType = [](const OrtCustomOp* self, size_t i) {
+    return OperatorOf(self).outputs[i].type;
+  };
+  custom->GetOutputCharacteristic = [](const OrtCustomOp* self, size_t i) {
+    return OperatorOf(self).outputs[i].optional ? ORT_OPTIONAL : ORT_REQUIRED;
+  };
   custom->CreateKernelV2 = CreateKernel;
   custom->KernelComputeV2 = Compute;
   custom->KernelDestroy = [](void* state) { free(state); };

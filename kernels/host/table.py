@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from subquad.kernels.inputs import INPUT_NAMES
 from subquad.kernels.kernel import CpuTarget, kernel_symbol
-from subquad.kernels.operator import DOMAIN, OperatorVariant
+from subquad.kernels.operator import DOMAIN, Blocks, DType, OperatorVariant, TensorSpec
 
-_INPUTS = (
-    ("ORT_FLOAT", 4, False),
-    ("ORT_FLOAT", 4, False),
-    ("ORT_FLOAT", 4, False),
-    ("ORT_BOOL", 2, True),
-    ("ORT_INT64", 2, True),
-    ("ORT_INT64", 2, True),
-)
-"""Element type, rank and optionality of ``INPUT_NAMES``, as kernels/operator.py has them."""
-
+_ELEMENTS: Mapping[DType, str] = {
+    "float32": "ORT_FLOAT",
+    "bool": "ORT_BOOL",
+    "int32": "ORT_INT32",
+    "int64": "ORT_INT64",
+}
 # Compilers know fewer names than /proc/cpuinfo; those left out come with the ones that are asked.
 _BUILTIN_NAMES = {"bmi1": "bmi", "f16c": None}
 
@@ -34,27 +30,17 @@ def library_source(variants: Sequence[OperatorVariant], target: CpuTarget) -> st
         f"int __tvm_ffi_{symbol}(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);"
         for symbol in symbols
     ]
-    lines += ["}", "", "namespace subquad {", "", "static const Input kInputs[] = {"]
-    lines += [
-        f'    {{"{name}", {element}, {rank}, {str(optional).lower()}}},'
-        for name, (element, rank, optional) in zip(INPUT_NAMES, _INPUTS, strict=True)
-    ]
-    lines += ["};", ""]
+    lines += ["}", "", "namespace subquad {", ""]
     for op_type, members in by_operator.items():
-        lines.append(f"static const KernelEntry k{op_type}[] = {{")
-        lines += [
-            f'    {{"{variant.overload}", __tvm_ffi_{kernel_symbol(variant)}, '
-            f"{_present(variant):#x}}},"
-            for variant in members
-        ]
-        lines += ["};", ""]
+        lines += _operator_tables(op_type, members)
     lines += [
         f'const char* const kDomain = "{DOMAIN}";',
         f'const char* const kTarget = "{target.name}";',
         "const Operator kOperators[] = {",
     ]
     lines += [
-        f'    {{"{op_type}", kInputs, {len(INPUT_NAMES)}, k{op_type}, {len(members)}}},'
+        f'    {{"{op_type}", k{op_type}Inputs, {_count(members, "inputs")}, k{op_type}Outputs, '
+        f"{_count(members, 'outputs')}, k{op_type}, {len(members)}}},"
         for op_type, members in by_operator.items()
     ]
     lines += [
@@ -72,6 +58,73 @@ def library_source(variants: Sequence[OperatorVariant], target: CpuTarget) -> st
     return "\n".join(lines)
 
 
+def _operator_tables(op_type: str, variants: Sequence[OperatorVariant]) -> list[str]:
+    """What the variants have in common, and each one's entry."""
+    lines = [f"static const Input k{op_type}Inputs[] = {{"]
+    for place in range(_count(variants, "inputs")):
+        spec, optional = _common(op_type, [_at(variant.inputs, place) for variant in variants])
+        lines.append(
+            f'    {{"{spec.name}", {_ELEMENTS[spec.dtype]}, {len(spec.dims)}, {_cpp(optional)}}},'
+        )
+    lines += ["};", f"static const Output k{op_type}Outputs[] = {{"]
+    for place in range(_count(variants, "outputs")):
+        spec, optional = _common(op_type, [_at(variant.outputs, place) for variant in variants])
+        lines.append(f"    {{{_ELEMENTS[spec.dtype]}, {_cpp(optional)}}},")
+    lines.append("};")
+    for number, variant in enumerate(variants):
+        lines.append(f"static const OutputShape k{op_type}Shapes{number}[] = {{")
+        lines += [_shape(variant, output) for output in variant.outputs]
+        lines.append("};")
+    lines.append(f"static const KernelEntry k{op_type}[] = {{")
+    lines += [
+        f'    {{"{variant.overload}", __tvm_ffi_{kernel_symbol(variant)}, '
+        f"{_present(variant):#x}, k{op_type}Shapes{number}, {len(variant.outputs)}}},"
+        for number, variant in enumerate(variants)
+    ]
+    return [*lines, "};", ""]
+
+
+def _count(variants: Sequence[OperatorVariant], kind: Literal["inputs", "outputs"]) -> int:
+    return max(len(getattr(variant, kind)) for variant in variants)
+
+
+def _at(specs: Sequence[TensorSpec | None], place: int) -> TensorSpec | None:
+    return specs[place] if place < len(specs) else None
+
+
+def _common(op_type: str, specs: Sequence[TensorSpec | None]) -> tuple[TensorSpec, bool]:
+    """What all variants agree on at one place, and whether some have nothing there."""
+    given = [spec for spec in specs if spec is not None]
+    # A place that no variant here uses still counts; what is given there is refused.
+    first = given[0] if given else TensorSpec("unused", "float32", ())
+    for spec in given:
+        same = (first.name, first.dtype, len(first.dims))
+        assert (spec.name, spec.dtype, len(spec.dims)) == same, f"{op_type}: {spec}, {first}"
+    return first, len(given) < len(specs)
+
+
+def _shape(variant: OperatorVariant, output: TensorSpec) -> str:
+    known: dict[str, tuple[int, int]] = {}
+    given = [spec for spec in variant.inputs if spec is not None]
+    for argument, spec in enumerate(given):
+        for axis, dim in enumerate(spec.dims):
+            if isinstance(dim, str):
+                known.setdefault(dim, (argument, axis))
+    dimensions = []
+    for dim in output.dims:
+        if isinstance(dim, int):
+            dimensions.append(f"{{-1, 0, {dim}}}")
+            continue
+        symbol, size = (dim.dim, dim.size) if isinstance(dim, Blocks) else (dim, 1)
+        argument, axis = known[symbol]
+        dimensions.append(f"{{{argument}, {axis}, {size}}}")
+    return f"    {{{len(dimensions)}, {{{', '.join(dimensions)}}}}},"
+
+
+def _cpp(condition: bool) -> str:
+    return str(condition).lower()
+
+
 def _present(variant: OperatorVariant) -> int:
     """Bit ``i``: the variant has input ``i`` of its operator."""
-    return sum(1 << index for index, name in enumerate(variant.input_names) if name)
+    return sum(1 << place for place, spec in enumerate(variant.inputs) if spec is not None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from subquad.kernels.hybrid.feature_maps import NONE
 from subquad.kernels.hybrid.semantics import HybridVariant
-from subquad.kernels.kernel import CpuTarget, kernel_symbol, present_inputs
+from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.parameters import CPU_FEATURE_MAPS, HybridParameters
 from subquad.runtime.errors import Rejection
@@ -69,7 +69,7 @@ class HybridCpuTemplate:
                 exact = replace(exact_tile(parameters), panels=part.tile.panels), exact_set
             emit_hybrid(buffers, heads, part, exact, variant.scale)
 
-        return attention_function(kernel_symbol(variant), heads, present_inputs(variant), body)
+        return attention_function(variant, body)
 
 
 def _exact_set(variant: HybridVariant) -> ExactSet | None:

@@ -30,11 +30,12 @@ from subquad.kernels.inputs import (
     Heads,
     Inputs,
     declare_inputs,
-    input_names,
+    input_specs,
     limit_label,
     number_label,
+    output_spec,
 )
-from subquad.kernels.operator import UNLIMITED
+from subquad.kernels.operator import UNLIMITED, TensorSpec
 from subquad.kernels.visibility import allowed_keys, in_band
 
 TINY = 1e-30
@@ -127,8 +128,12 @@ class HybridVariant:
         return "_".join(parts)
 
     @property
-    def input_names(self) -> tuple[str, ...]:
-        return input_names(key_mask=self.has_key_mask, positions=self.has_positions)
+    def inputs(self) -> tuple[TensorSpec | None, ...]:
+        return input_specs(self.heads, key_mask=self.has_key_mask, positions=self.has_positions)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return (output_spec(self.heads),)
 
     def attributes(self) -> Mapping[str, ir.Attr]:
         attributes = [
@@ -148,7 +153,7 @@ class HybridVariant:
 
     def build_function(self) -> ir.Function:
         body = Body()
-        formal, inputs = declare_inputs(self.input_names)
+        formal, inputs = declare_inputs(self.inputs)
         linear = self._linear_part(body, inputs)
         if not self.has_window and not self.sinks:
             assert linear is not None
@@ -164,7 +169,7 @@ class HybridVariant:
                 self.allowed_right,
             )
             output = banded_attention(body, band, self.heads, inputs, self.scale, virtual=virtual)
-        return body.function(self.op_type, self.overload, formal, output, self.attributes())
+        return body.function(self.op_type, self.overload, formal, [output], self.attributes())
 
     def _linear_part(self, body: Body, inputs: Inputs) -> tuple[ir.Value, ir.Value] | None:
         feature_map = get_feature_map(self.feature_map)

@@ -1,4 +1,4 @@
-"""The frame of a kernel: arguments as the contract in ``kernels/kernel.py`` orders them."""
+"""The frame of a kernel: its arguments as the variant's specs declare them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from typing import Any
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from subquad.kernels.inputs import INPUT_NAMES, Heads
+from subquad.kernels.inputs import INPUT_NAMES
+from subquad.kernels.kernel import kernel_symbol
+from subquad.kernels.operator import Dim, OperatorVariant
 from subquad.kernels.templates.rows import Buffers
 
+ALIGNMENTS = {"float32": 4, "int32": 4, "int64": 8, "bool": 1}
+"""What is known of where a buffer lies, in bytes: its element size."""
 
-def attention_function(
-    symbol: str, heads: Heads, present: tuple[str, ...], body: Callable[[Buffers], None]
-) -> Any:
-    """A ``PrimFunc`` named ``symbol`` whose arguments are ``present`` and the output.
 
-    Buffers are compact; nothing is assumed about their alignment.
+def attention_function(variant: OperatorVariant, body: Callable[[Buffers], None]) -> Any:
+    """The ``PrimFunc`` of ``variant``: its inputs, then its outputs, around ``body``.
+
+    Buffers are compact; nothing is assumed about their alignment. A shape must hold bare symbols,
+    so a number of blocks is a symbol of its own.
     """
+    symbol = kernel_symbol(variant)
+    specs = [spec for spec in (*variant.inputs, *variant.outputs) if spec is not None]
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name(symbol)
             T.func_attr({"global_symbol": symbol, "tirx.noalias": True})
-            handles = {name: T.arg(name, T.handle()) for name in (*present, "output")}
-            batch, query_len, kv_len = T.int64(), T.int64(), T.int64()
-            shapes = {
-                "query": ((batch, heads.num_heads, query_len, heads.head_dim), "float32", 4),
-                "key": ((batch, heads.num_kv_heads, kv_len, heads.head_dim), "float32", 4),
-                "value": ((batch, heads.num_kv_heads, kv_len, heads.value_dim), "float32", 4),
-                "key_mask": ((batch, kv_len), "bool", 1),
-                "query_positions": ((batch, query_len), "int64", 8),
-                "key_positions": ((batch, kv_len), "int64", 8),
-                "output": ((batch, heads.num_heads, query_len, heads.value_dim), "float32", 4),
-            }
+            handles = [T.arg(spec.name, T.handle()) for spec in specs]
+            sizes: dict[Dim, Any] = {}
+
+            def size(dim: Dim) -> Any:
+                return dim if isinstance(dim, int) else sizes.setdefault(dim, T.int64())
+
             matched = {}
-            for name, handle in handles.items():
-                shape, dtype, align = shapes[name]
-                matched[name] = T.match_buffer(handle, shape, dtype, align=align)
-            body(Buffers(*(matched.get(name) for name in (*INPUT_NAMES, "output"))))
+            for spec, handle in zip(specs, handles, strict=True):
+                shape = tuple(size(dim) for dim in spec.dims)
+                align = ALIGNMENTS[spec.dtype]
+                matched[spec.name] = T.match_buffer(handle, shape, spec.dtype, align=align)
+            shared = {name: matched.pop(name, None) for name in (*INPUT_NAMES, "output")}
+            body(Buffers(**shared, extra=matched))
     return builder.get()

@@ -6,7 +6,8 @@ neighbouring queries of all heads that share the keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tvm.script.ir_builder import tirx as T
 
@@ -34,6 +35,8 @@ class Buffers:
     query_positions: Expr | None
     key_positions: Expr | None
     output: Expr
+    extra: Mapping[str, Expr] = field(default_factory=dict)
+    """Further inputs and outputs of one operator, by name."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from subquad.kernels.kernel import (
     KernelTemplate,
     kernel_symbol,
     load_template,
-    present_inputs,
 )
+from subquad.kernels.operator import present_inputs
 
 TARGET = CpuTarget("x86-64-v3", "x86-64-v3")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from subquad.kernels.inputs import INPUT_NAMES
 from subquad.kernels.one_node import one_node_model
-from subquad.kernels.operator import OperatorVariant
+from subquad.kernels.operator import OperatorVariant, present_inputs
 
 
 @lru_cache(maxsize=256)
@@ -42,6 +41,8 @@ class Case:
     key_mask: NDArray[np.bool_]
     query_positions: NDArray[np.int64]
     key_positions: NDArray[np.int64]
+    extra: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Inputs of one operator only, by name."""
 
     def with_(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -50,10 +51,14 @@ class Case:
         """A copy with one array changed in place by ``edit``."""
         array = np.array(getattr(self, name))
         edit(array)
-        return replace(self, **{name: array})
+        changed: dict[str, Any] = {name: array}
+        return replace(self, **changed)
 
     def feeds(self, variant: OperatorVariant) -> dict[str, NDArray[Any]]:
-        return {name: getattr(self, name) for name in variant.input_names if name}
+        return {
+            name: self.extra[name] if name in self.extra else getattr(self, name)
+            for name in present_inputs(variant)
+        }
 
 
 def run(variant: OperatorVariant, case: Case) -> NDArray[np.float32]:
@@ -65,7 +70,8 @@ def run(variant: OperatorVariant, case: Case) -> NDArray[np.float32]:
 def reference(variant: OperatorVariant, case: Case) -> NDArray[np.float64]:
     """The float64 reference on the same inputs."""
     feeds = case.feeds(variant)
-    return variant.reference(*(feeds.get(name) for name in INPUT_NAMES))  # type: ignore[arg-type]
+    wanted: NDArray[np.float64] = variant.reference(**feeds)
+    return wanted
 
 
 def random_case(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from subquad.kernels.attention.semantics import AttentionVariant
-from subquad.kernels.kernel import CpuTarget, kernel_symbol, present_inputs
-from subquad.kernels.operator import UNLIMITED, OperatorVariant
+from subquad.kernels.kernel import CpuTarget, kernel_symbol
+from subquad.kernels.operator import UNLIMITED, OperatorVariant, present_inputs
 from subquad.runtime.errors import Rejection
 
 ABORTS, FAILS, SKIPS, NAMELESS, REFUSES = 3, 5, 7, 9, 11
