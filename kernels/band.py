@@ -85,11 +85,11 @@ class VirtualKey:
 
     Attributes:
         score: ``[batch, num_heads, query_len, 1]``, finite.
-        value: ``[batch, num_heads, query_len, value_dim]``.
+        value: ``[batch, num_heads, query_len, value_dim]``; ``None``: zeros.
     """
 
     score: ir.Value
-    value: ir.Value
+    value: ir.Value | None
 
 
 def banded_attention(
@@ -138,7 +138,7 @@ def banded_attention(
     output = body("Mul", output, tiles.any_visible)
     query_len = body.dim(inputs.positions[0], 1)
     merged = merge_queries(body, output, heads, query_len)
-    if virtual is None:
+    if virtual is None or virtual.value is None:
         return merged
     share = body.slice(weights, -1, np.iinfo(np.int64).max, -1)
     share = merge_queries(body, body("Reshape", share, unfolded), heads, query_len)

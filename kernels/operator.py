@@ -33,6 +33,9 @@ OPSET = 24
 UNLIMITED = -1
 """Value of ``window_left`` / ``window_right`` that puts no limit on that side."""
 
+HIDING_BIAS = -1e30
+"""A bias of this or less hides its key as the mask does; absorbs any score below 1e22."""
+
 
 DType = Literal["float32", "bool", "int32", "int64"]
 """Element types that inputs and outputs may have."""

@@ -24,6 +24,9 @@ class AttentionCpuTemplate:
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, AttentionVariant):
             return Rejection(f"not exact attention: {variant.op_type}")
+        extra = [spec.name for spec in (*variant.inputs[6:], *variant.outputs[1:]) if spec]
+        if extra:
+            return Rejection(f"the CPU kernel has no {', '.join(extra)} yet")
         return None
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:

@@ -6,12 +6,13 @@ The two share no code: this one looks every key up by its definition in ``kernel
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from oracles import Case, random_case, reference
+from oracles import Case, random_case, reference, reference_all
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
 
@@ -24,17 +25,46 @@ def within(distance: int, left: int, right: int) -> bool:
     return (left == -1 or distance <= left) and (right == -1 or -distance <= right)
 
 
+def weights_of(
+    variant: AttentionVariant | HybridVariant, case: Case, b: int, h: int, i: int
+) -> list[float]:
+    """Of every key, with no shift of the exponent; then that of the sink if there is one."""
+    weights = [weigh(variant, case, b, h, i, j) for j in range(case.key.shape[2])]
+    if "sink_logits" in case.extra:
+        weights.append(math.exp(case.extra["sink_logits"][h]))
+    return weights
+
+
 def attend_one(
     variant: AttentionVariant | HybridVariant, case: Case, b: int, h: int, i: int
 ) -> list[float]:
-    """Output of one query: sums of weights over keys, with no shift of the exponent."""
+    """Output of one query: sums of weights over keys."""
     kv_head = h // (variant.num_heads // variant.num_kv_heads)
-    total, sums = 0.0, [0.0] * variant.value_dim
-    for j in range(case.key.shape[2]):
-        weight = weigh(variant, case, b, h, i, j)
-        total += weight
-        sums = [s + weight * float(v) for s, v in zip(sums, case.value[b, kv_head, j], strict=True)]
+    weights = weights_of(variant, case, b, h, i)
+    sums = [0.0] * variant.value_dim
+    for weight, value in zip(weights, case.value[b, kv_head], strict=False):
+        sums = [s + weight * float(v) for s, v in zip(sums, value, strict=True)]
+    total = sum(weights)
     return [s / total if total else 0.0 for s in sums]
+
+
+def bias_of(variant: AttentionVariant, case: Case, b: int, h: int, i: int, j: int) -> float:
+    biases = [0.0]
+    if variant.has_key_bias:
+        biases.append(float(case.extra["key_bias"][b, j]))
+    if variant.score_bias:
+        array = case.extra["score_bias"]
+        at = [
+            place if axis in variant.score_bias else 0
+            for axis, place in zip("bhqk", (b, h, i, j), strict=True)
+        ]
+        biases.append(float(array[tuple(at)]))
+    if variant.alibi != "none":
+        distance = int(case.query_positions[b, i]) - int(case.key_positions[b, j])
+        if variant.alibi == "absolute":
+            distance = abs(distance)
+        biases.append(-float(case.extra["slopes"][h]) * distance)
+    return sum(biases) if min(biases) > float(np.float32(-1e30)) else -math.inf
 
 
 def weigh(
@@ -51,7 +81,7 @@ def weigh(
             return 0.0
         if variant.softcap:
             score = variant.softcap * math.tanh(score / variant.softcap)
-        return math.exp(score)
+        return math.exp(score + bias_of(variant, case, b, h, i, j))
     if not within(distance, variant.allowed_left, variant.allowed_right):
         return 0.0
     in_window = variant.window_left != -1 and within(
@@ -65,11 +95,22 @@ def weigh(
     return sum(x * y for x, y in features)
 
 
+BIASED = [
+    AttentionVariant(2, 1, 4, 4, 0.5, 1.5, has_key_mask=True, has_key_bias=True),
+    AttentionVariant(2, 2, 4, 4, 0.5, window_right=0, score_bias="hqk", has_sink_logits=True),
+    AttentionVariant(2, 1, 4, 4, 0.5, window_right=0, alibi="signed", has_key_mask=True),
+    AttentionVariant(2, 2, 4, 4, 0.5, alibi="absolute", score_bias="bk", has_key_mask=True),
+    AttentionVariant(4, 2, 4, 3, 0.5, window_left=4, window_right=0, has_sink_logits=True),
+    AttentionVariant(2, 2, 4, 4, 0.5, score_bias="bhqk", has_key_bias=True),
+]
+BIASED += [replace(variant, has_lse=True, has_entropy=True) for variant in BIASED]
+
 VARIANTS: list[AttentionVariant | HybridVariant] = [
     AttentionVariant(2, 2, 4, 4, 0.5, has_key_mask=True),
     AttentionVariant(4, 2, 5, 3, 0.5, softcap=1.5),
     AttentionVariant(2, 1, 4, 4, 0.5, window_right=0, has_key_mask=True),
     AttentionVariant(2, 2, 4, 4, 0.5, window_left=3, window_right=1, has_key_mask=True),
+    *BIASED,
     HybridVariant(4, 2, 5, 3, 0.5, 2, 0, 2, -1, 0, has_key_mask=True),
     HybridVariant(2, 2, 4, 4, 0.5, 2, 0, 2, 6, 0, has_key_mask=True),
     HybridVariant(2, 2, 4, 4, 0.5, 2, 0, 2, -1, 0, "elu", has_key_mask=True),
@@ -77,6 +118,13 @@ VARIANTS: list[AttentionVariant | HybridVariant] = [
     HybridVariant(2, 2, 4, 4, 0.5, allowed_right=0, feature_map="elu", has_key_mask=True),
     HybridVariant(2, 2, 4, 4, 0.5, feature_map="elu"),
 ]
+
+
+def spread_of(weights: list[float]) -> tuple[float, float]:
+    """Logarithm of the sum, and entropy of the shares."""
+    total = sum(weights)
+    shares = [weight / total for weight in weights if weight]
+    return math.log(total) if total else -math.inf, -sum(p * math.log(p) for p in shares)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.op_type + "_" + v.overload)
@@ -100,6 +148,19 @@ def test_reference_equals_one_query_at_a_time(
     )
     # Both in float64.
     np.testing.assert_allclose(reference(variant, case), want, rtol=1e-12, atol=1e-14)
+    if isinstance(variant, AttentionVariant) and variant.has_lse and variant.has_entropy:
+        rows = np.array(
+            [
+                [
+                    [spread_of(weights_of(variant, case, b, h, i)) for i in range(query_len)]
+                    for h in range(variant.num_heads)
+                ]
+                for b in range(3)
+            ]
+        )
+        _, lse, entropy = reference_all(variant, case)
+        np.testing.assert_allclose(lse, rows[..., 0], rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(entropy, rows[..., 1], rtol=1e-12, atol=1e-13)
 
 
 def test_hybrid_is_softmax_where_the_features_are_exponentials() -> None:

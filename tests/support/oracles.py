@@ -62,16 +62,24 @@ class Case:
 
 
 def run(variant: OperatorVariant, case: Case) -> NDArray[np.float32]:
-    """The function body in ONNX Runtime."""
-    output: NDArray[np.float32] = session(variant).run(None, case.feeds(variant))[0]
-    return output
+    """The first output of the function body in ONNX Runtime."""
+    return run_all(variant, case)[0]
+
+
+def run_all(variant: OperatorVariant, case: Case) -> list[NDArray[np.float32]]:
+    """All outputs of the function body in ONNX Runtime."""
+    outputs: list[NDArray[np.float32]] = session(variant).run(None, case.feeds(variant))
+    return outputs
 
 
 def reference(variant: OperatorVariant, case: Case) -> NDArray[np.float64]:
-    """The float64 reference on the same inputs."""
-    feeds = case.feeds(variant)
-    wanted: NDArray[np.float64] = variant.reference(**feeds)
-    return wanted
+    """The first output of the float64 reference on the same inputs."""
+    return reference_all(variant, case)[0]
+
+
+def reference_all(variant: OperatorVariant, case: Case) -> list[NDArray[np.float64]]:
+    wanted = variant.reference(**case.feeds(variant))
+    return list(wanted) if isinstance(wanted, tuple) else [wanted]
 
 
 def random_case(
@@ -98,7 +106,27 @@ def random_case(
         key_mask=mask,
         query_positions=key_positions[:, kv_len - query_len :],
         key_positions=key_positions,
+        extra=_biases(rng, variant, batch, query_len, kv_len),
     )
+
+
+def _biases(
+    rng: np.random.Generator, variant: Any, batch: int, query_len: int, kv_len: int
+) -> dict[str, NDArray[np.float32]]:
+    """Inputs of ``Attention`` only: values of the size that scores have, a tenth of them hiding."""
+    sizes = {"batch": batch, "query_len": query_len, "kv_len": kv_len}
+    extra = {}
+    for spec in variant.inputs[6:]:
+        if spec is None:
+            continue
+        array = _normal(rng, 1.0, *(sizes.get(dim, dim) for dim in spec.dims))
+        if spec.name == "slopes":
+            array = rng.uniform(0.05, 0.5, array.shape).astype(np.float32)
+        if spec.name in ("key_bias", "score_bias"):
+            hiding = rng.choice([-np.inf, np.finfo(np.float32).min, -1e30], array.shape)
+            array = np.where(rng.random(array.shape) < 0.1, hiding, array).astype(np.float32)
+        extra[spec.name] = array
+    return extra
 
 
 def _normal(rng: np.random.Generator, gain: float, *shape: int) -> NDArray[np.float32]:
