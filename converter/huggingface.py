@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from subquad.converter.signature import describe_signature
 from subquad.converter.source_hash import hash_files
+from subquad.converter.source_sample import run_source_on_random
 from subquad.converter.torch_export import export_module, quiet
 from subquad.converter.traced import TracedModel
 from subquad.converter.weights import INDEX_NAME, StoredTensor, is_lazy, open_checkpoint
@@ -65,6 +66,8 @@ def trace_huggingface(folder: Path) -> TracedModel:
         model, missing = _load_model(model_class, folder, config)
     what = f"{folder.name} ({model_class.__name__})"
     inputs, dynamic_axes = _example_inputs(model, what)
+    # Before the weights are let go.
+    sample = run_source_on_random(model, inputs, dynamic_axes, _vocabulary(model.config))
     weights = _match_weights(model, checkpoint)
     traced = export_module(
         model, inputs, dynamic_axes, find_weight=_weight_finder(weights), what=what
@@ -72,6 +75,7 @@ def trace_huggingface(folder: Path) -> TracedModel:
     _refuse_emptied(traced, model)
     limit = max_positions(model.config)
     del model
+    sampled = sample.named(traced)
     _drop_outputs_of_missing(traced, missing, what)
     specs = describe_signature(traced.graph)
     return TracedModel(
@@ -84,6 +88,12 @@ def trace_huggingface(folder: Path) -> TracedModel:
         outputs=specs[1],
         companions=find_companions(folder),
         max_length=limit if any("length" in spec.shape for spec in specs[0]) else None,
+        sample_inputs=sample.inputs,
+        sample_outputs={
+            value.name: sampled[value.name]
+            for value in traced.graph.outputs
+            if value.name in sampled
+        },
     )
 
 
@@ -302,6 +312,13 @@ def max_positions(config: Any) -> int | None:
         if isinstance(limit, int) and limit > 0:
             return limit
     return None
+
+
+def _vocabulary(config: Any) -> int:
+    """How many token numbers every embedding of tokens has; 2 where the config says nothing."""
+    parts = (config, *(getattr(config, name, None) for name in _sub_configs(config)))
+    sizes = [getattr(part, "vocab_size", None) for part in parts]
+    return min((size for size in sizes if isinstance(size, int) and size > 0), default=2)
 
 
 def _match_weights(

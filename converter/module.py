@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from subquad.converter.signature import describe_signature
 from subquad.converter.source_hash import hash_model
+from subquad.converter.source_sample import run_source
 from subquad.converter.torch_export import export_module
 from subquad.converter.traced import TracedModel
 from subquad.runtime.errors import UsageError
@@ -114,6 +115,7 @@ def trace_module(source: torch.nn.Module | ModuleSource | tuple[Any, ...]) -> Tr
     module.eval()
     try:
         model = export_module(module, inputs, axes, what=name)
+        sample = run_source(module, inputs)
     finally:
         module.train(training)
     specs = describe_signature(model.graph)
@@ -125,6 +127,8 @@ def trace_module(source: torch.nn.Module | ModuleSource | tuple[Any, ...]) -> Tr
         source_hash=hash_model(model),
         inputs=specs[0],
         outputs=specs[1],
+        sample_inputs=sample.inputs,
+        sample_outputs=sample.named(model),
     )
 
 

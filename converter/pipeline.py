@@ -246,7 +246,7 @@ def convert(
             )
             manifest.dump(folder / MANIFEST_NAME)
         with clock.stage("check"):
-            check = check_artifact(folder)
+            check = check_artifact(folder, traced.sample_inputs, traced.sample_outputs)
         report = ConversionReport(
             source=manifest.source,
             sites=tuple(asdict(record) for record in records),

@@ -131,14 +131,14 @@ def _export(
                 shapes = dynamic
             else:
                 break
-        except _TRACE_ERRORS as error:
+        except TRACE_ERRORS as error:
             failures.append(error)
             break
     raise UnsupportedModelError(_export_failure(what, failures[0], inputs)) from failures[0]
 
 
 # What a forward may raise while it runs on symbolic shapes, and what torch.export raises itself.
-_TRACE_ERRORS = (
+TRACE_ERRORS = (
     RuntimeError,
     ValueError,
     TypeError,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from subquad.runtime.manifest import InputSpec, OutputSpec
 
@@ -24,6 +26,8 @@ class TracedModel:
         source_hash: sha256 over the source's files, or over graph and weights for Python objects.
         inputs, outputs: the signature, with roles found by following each input through the graph.
         companions: tokenizer and config files to copy into the artifact.
+        sample_inputs, sample_outputs: what a torch source computed on one small input, by name;
+            empty for an ``.onnx``, which is its own reference.
         max_length: longest sequence the source accepts, where known.
     """
 
@@ -36,3 +40,5 @@ class TracedModel:
     outputs: tuple[OutputSpec, ...]
     companions: tuple[Path, ...] = field(default=())
     max_length: int | None = None
+    sample_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    sample_outputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
