@@ -24,9 +24,6 @@ class AttentionCpuTemplate:
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, AttentionVariant):
             return Rejection(f"not exact attention: {variant.op_type}")
-        extra = [spec.name for spec in (*variant.inputs[6:], *variant.outputs[1:]) if spec]
-        if extra:
-            return Rejection(f"the CPU kernel has no {', '.join(extra)} yet")
         return None
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
@@ -34,10 +31,19 @@ class AttentionCpuTemplate:
         from subquad.kernels.templates.exact import exact_tile
         from subquad.kernels.templates.function import attention_function
         from subquad.kernels.templates.rows import Buffers, list_keys
+        from subquad.kernels.templates.terms import Terms
 
         assert isinstance(variant, AttentionVariant)
         heads = variant.heads
         tile = exact_tile(TileParameters().override(params))
+        terms = Terms(
+            variant.has_key_bias,
+            variant.score_bias,
+            variant.alibi,
+            variant.has_sink_logits,
+            variant.has_lse,
+            variant.has_entropy,
+        )
         band = Band(variant.window_left, variant.window_right)
 
         def body(buffers: Buffers) -> None:
@@ -49,6 +55,7 @@ class AttentionCpuTemplate:
                 ExactSet(window=band, sinks=0, allowed=band),
                 variant.scale,
                 variant.softcap,
+                terms,
             )
 
         return attention_function(variant, body)

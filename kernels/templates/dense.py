@@ -8,8 +8,9 @@ from tvm.script.ir_builder import tirx as T
 
 from subquad.kernels.inputs import Heads
 from subquad.kernels.operator import UNLIMITED
-from subquad.kernels.templates.exact import ExactPanels, ExactTile, Visible
+from subquad.kernels.templates.exact import NO_TERMS, ExactPanels, ExactTile, Visible
 from subquad.kernels.templates.rows import Buffers, HeadRows, KeyList
+from subquad.kernels.templates.terms import Terms
 from subquad.kernels.templates.vectors import (
     Expr,
     blocks_of,
@@ -204,6 +205,7 @@ def emit_exact(
     exact_set: ExactSet,
     scale: float,
     softcap: float = 0.0,
+    terms: Terms = NO_TERMS,
 ) -> None:
     """The parallel loop over (batch, key/value head, block of query rows).
 
@@ -220,7 +222,7 @@ def emit_exact(
         rows = HeadRows.of(buffers, heads, quotient(task, blocks))
         keys = KeyList.of(rows.batch, key_list)
         first_row = settle(block * tile.queries)
-        exact = ExactPanels(tile, rows, scale, softcap)
+        exact = ExactPanels(tile, rows, scale, softcap, terms)
         spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment())
         exact.start(first_row)
         spans.find(first_row)

@@ -17,7 +17,9 @@ from tvm.script.ir_builder import tirx as T
 from subquad.kernels.templates.parameters import TileParameters
 from subquad.kernels.templates.products import Panel, RegisterTile, for_row_groups, unrolled
 from subquad.kernels.templates.rows import HeadRows, KeyList
+from subquad.kernels.templates.terms import RowTerms, Terms
 from subquad.kernels.templates.vectors import (
+    EXP2_UNDERFLOW,
     LOG2_E,
     Expr,
     bind,
@@ -32,6 +34,8 @@ from subquad.kernels.templates.vectors import (
 
 NO_MAXIMUM = -1e30
 """Running maximum before any key: finite, so that masked scores (-inf) minus it stay -inf."""
+
+NO_TERMS = Terms()
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,14 @@ class Visible:
 class ExactPanels:
     """State of the online softmax for the query rows of one task."""
 
-    def __init__(self, tile: ExactTile, heads: HeadRows, scale: float, softcap: float) -> None:
+    def __init__(
+        self,
+        tile: ExactTile,
+        heads: HeadRows,
+        scale: float,
+        softcap: float,
+        terms: Terms = NO_TERMS,
+    ) -> None:
         self.tile, self.heads, self.softcap = tile, heads, softcap
         self.query_factor = scale / softcap if softcap else scale * LOG2_E
         width, panels = tile.panel.width, tile.panels
@@ -98,6 +109,11 @@ class ExactPanels:
         self.maximum = T.alloc_buffer((panels, width), "float32")
         self.total = T.alloc_buffer((panels, width), "float32")
         self.scores = T.alloc_buffer((key_rows, width), "float32")
+        self.terms = RowTerms(terms, tile.panel, panels, key_rows, heads)
+        # Sums of weight times (score - maximum).
+        self.expected: Expr | None = None
+        if terms.entropy:
+            self.expected = T.alloc_buffer((panels, width), "float32")
 
     def start(self, first_row: Expr) -> None:
         """Pack the queries, clear the state."""
@@ -106,10 +122,13 @@ class ExactPanels:
         with T.serial(index(tile.panels)) as p:
             panel.store(self.maximum, panel.fill(NO_MAXIMUM), p)
             panel.store(self.total, panel.fill(0.0), p)
+            if self.expected is not None:
+                panel.store(self.expected, panel.fill(0.0), p)
             with T.serial(index(heads.value_dim)) as e:
                 panel.store(self.output, panel.fill(0.0), p, e)
             row = first_row + p * panel.width
             heads.pack_queries(self.queries, p, row, panel, self.query_factor)
+        self.terms.start(first_row, self.maximum, self.total)
 
     def attend(
         self,
@@ -128,6 +147,7 @@ class ExactPanels:
         self._score(keys, p, start, count)
         if self.softcap:
             self._cap(count)
+        self.terms.add(self.scores, keys, p, start, count)
         if visible is not None:
             with T.If(is_partial):
                 with T.Then():
@@ -183,6 +203,9 @@ class ExactPanels:
         new = running.get(0)
         rescale = [exp2(a - b, lanes) for a, b in zip(old, new, strict=True)]
         panel.store(self.maximum, new, p)
+        if self.expected is not None:
+            moments = RegisterTile.allocate(panel, 1)
+            moments.clear()
         # A block is summed from zero: one long chain of additions would lose digits.
         sums = RegisterTile.allocate(panel, 1)
         sums.clear()
@@ -191,8 +214,42 @@ class ExactPanels:
             weights = [exp2(a - b, lanes) for a, b in zip(scores, new, strict=True)]
             panel.store(self.scores, weights, j)
             sums.set(0, [a + b for a, b in zip(sums.get(0), weights, strict=True)])
+            if self.expected is not None:
+                self._expect(moments, scores, weights, new)
+        if self.expected is not None:
+            self._shift_expected(p, old, new, moments.get(0), rescale)
         self._merge(self.total, sums.get(0), rescale, p)
         return rescale
+
+    def _expect(
+        self, moments: RegisterTile, scores: list[Expr], weights: list[Expr], new: list[Expr]
+    ) -> None:
+        """Add weight times (score - maximum); a hidden key, at -inf, adds nothing."""
+        least = constant(EXP2_UNDERFLOW, self.tile.panel.lanes)
+        moments.set(
+            0,
+            [
+                a + weight * T.max(score - maximum, least)
+                for a, score, weight, maximum in zip(
+                    moments.get(0), scores, weights, new, strict=True
+                )
+            ],
+        )
+
+    def _shift_expected(
+        self, p: Expr, old: list[Expr], new: list[Expr], moments: list[Expr], rescale: list[Expr]
+    ) -> None:
+        """Move the sums so far to the new maximum: each score is now that much lower."""
+        assert self.expected is not None
+        panel = self.tile.panel
+        parts = (panel.load(self.expected, p), panel.load(self.total, p))
+        shifted = [
+            (expected + total * (before - after)) * factor + moment
+            for expected, total, before, after, factor, moment in zip(
+                *parts, old, new, rescale, moments, strict=True
+            )
+        ]
+        panel.store(self.expected, shifted, p)
 
     def _merge(self, buffer: Expr, new: list[Expr], rescale: list[Expr], *at: Expr) -> None:
         panel = self.tile.panel
@@ -221,6 +278,7 @@ class ExactPanels:
         """Divide by the sums and write; rows that saw no key become zeros."""
         tile, heads = self.tile, self.heads
         panel = tile.panel
+        self.terms.write(first_row, self.maximum, self.total, self.expected)
         with T.serial(index(tile.panels)) as p:
             inverse = []
             for total in panel.load(self.total, p):

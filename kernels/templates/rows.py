@@ -6,12 +6,14 @@ neighbouring queries of all heads that share the keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tvm.script.ir_builder import tirx as T
 
 from subquad.kernels.inputs import Heads
+from subquad.kernels.operator import HIDING_BIAS
 from subquad.kernels.templates.products import Panel
 from subquad.kernels.templates.vectors import (
     Expr,
@@ -158,7 +160,8 @@ def list_keys(buffers: Buffers, skipped_sinks: int = 0) -> tuple[Expr, Expr] | N
         skipped_sinks: positions ``0 .. skipped_sinks - 1`` are left out.
     """
     key_mask, key_positions = buffers.key_mask, buffers.key_positions
-    if key_mask is None and not skipped_sinks:
+    key_bias = buffers.extra.get("key_bias")
+    if key_mask is None and key_bias is None and not skipped_sinks:
         return None
     batch, kv_len = buffers.key.shape[0], buffers.key.shape[2]
     slots = T.alloc_buffer((batch, kv_len), "int32")
@@ -169,6 +172,8 @@ def list_keys(buffers: Buffers, skipped_sinks: int = 0) -> tuple[Expr, Expr] | N
             counts = []
             if key_mask is not None:
                 counts.append(T.cast(key_mask[b, slot], "int32"))
+            if key_bias is not None:
+                counts.append(T.cast(key_bias[b, slot] > T.float32(HIDING_BIAS), "int32"))
             if skipped_sinks:
                 assert key_positions is not None
                 position = settle(key_positions[b, index(0)] + slot)
@@ -176,6 +181,5 @@ def list_keys(buffers: Buffers, skipped_sinks: int = 0) -> tuple[Expr, Expr] | N
             # The slot is written always and counted only if it is in: no branch.
             rank = bind(ranks[b, slot])
             store_scalar(slots, T.cast(slot, "int32"), b, T.cast(rank, "int64"))
-            counted = counts[0] if len(counts) == 1 else counts[0] * counts[1]
-            store_scalar(ranks, rank + counted, b, slot + 1)
+            store_scalar(ranks, rank + math.prod(counts), b, slot + 1)
     return slots, ranks

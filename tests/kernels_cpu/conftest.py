@@ -18,7 +18,7 @@ from subquad.kernels.kernel import (
     kernel_symbol,
     load_template,
 )
-from subquad.kernels.operator import present_inputs
+from subquad.kernels.operator import Blocks, present_inputs
 
 TARGET = CpuTarget("x86-64-v3", "x86-64-v3")
 
@@ -46,21 +46,56 @@ def _compile(variant: Any, params: tuple[tuple[str, int], ...]) -> Any:
     return executable, executable.mod[kernel_symbol(variant)]
 
 
+def _outputs(variant: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    """Buffers of the outputs' shapes, full of NaN."""
+    sizes = {
+        dim: size
+        for spec in variant.inputs
+        if spec is not None
+        for dim, size in zip(spec.dims, inputs[spec.name].shape, strict=True)
+        if isinstance(dim, str)
+    }
+
+    def size_of(dim: Any) -> int:
+        if isinstance(dim, Blocks):
+            return -(-sizes[dim.dim] // dim.size)
+        return dim if isinstance(dim, int) else sizes[dim]
+
+    outputs = []
+    for spec in variant.outputs:
+        fill = np.nan if spec.dtype == "float32" else 77
+        shape = tuple(size_of(dim) for dim in spec.dims)
+        outputs.append(unaligned(np.full(shape, fill, dtype=spec.dtype)))
+    return outputs
+
+
 @pytest.fixture(scope="session")
-def run_kernel() -> RunKernel:
-    """``run_kernel(variant, case, params={})``: unaligned inputs, output full of NaN before."""
+def run_kernel_all() -> Callable[..., list[NDArray[Any]]]:
+    """``run_kernel_all(variant, case, params={})``: all outputs, unaligned inputs, NaN before."""
     pytest.importorskip("tvm", reason="apache-tvm is not installed: no kernels are built")
     import tvm_ffi
 
     def run(
         variant: Any, case: Case, params: Mapping[str, int] | None = None
-    ) -> NDArray[np.float32]:
+    ) -> list[NDArray[Any]]:
         _, kernel = _compile(variant, tuple(sorted((params or {}).items())))
         feeds = case.feeds(variant)
-        inputs = [unaligned(feeds[name]) for name in present_inputs(variant)]
-        shape = (*case.query.shape[:3], variant.value_dim)
-        output: NDArray[np.float32] = unaligned(np.full(shape, np.nan, dtype=np.float32))
-        kernel(*(tvm_ffi.from_dlpack(array) for array in (*inputs, output)))
+        outputs = _outputs(variant, feeds)
+        arrays = [*(unaligned(feeds[name]) for name in present_inputs(variant)), *outputs]
+        kernel(*(tvm_ffi.from_dlpack(array) for array in arrays))
+        return outputs
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_kernel(run_kernel_all: Callable[..., list[NDArray[Any]]]) -> RunKernel:
+    """``run_kernel(variant, case, params={})``: the first output."""
+
+    def run(
+        variant: Any, case: Case, params: Mapping[str, int] | None = None
+    ) -> NDArray[np.float32]:
+        output: NDArray[np.float32] = run_kernel_all(variant, case, params)[0]
         return output
 
     return run
