@@ -22,7 +22,8 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-models test-node lint format bench models clean
+.PHONY: help install demo test test-all test-models test-node lint format \
+  bench bench-must bench-full models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -80,8 +81,14 @@ format: $(INSTALLED)  ## let ruff write the layout and sort the imports
 	$(VENV)/bin/ruff check --fix --exit-zero --select I .
 	$(VENV)/bin/ruff format .
 
-bench: $(INSTALLED_MODELS)  ## prefill of SmolLM2 against the plain export and torch, 30 minutes
-	$(PY) benchmarks/prefill.py $(BENCH_ARGS)
+bench: $(INSTALLED_MODELS)  ## operators and models against ONNX Runtime and torch, 10 minutes
+	$(PY) benchmarks/run.py $(BENCH_ARGS)
+
+bench-must: $(INSTALLED_MODELS)  ## what must be reached, as a table; about an hour
+	$(PY) benchmarks/run.py --set must $(BENCH_ARGS)
+
+bench-full: $(INSTALLED_MODELS)  ## every length, one thread and all; up to four hours
+	$(PY) benchmarks/run.py --set full $(BENCH_ARGS)
 
 models: $(INSTALLED_MODELS)  ## download the checkpoints that tests and benchmarks use
 	$(PY) tests/support/third_party.py

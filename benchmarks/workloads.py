@@ -1,0 +1,291 @@
+"""What is measured: one entry per workload, and what must be reached.
+
+A workload is an attention and its contestants; the first contestant is ours, and ratios are
+ours / theirs. To add an operator, add one entry to ``WORKLOADS``; for what it must reach, one row
+to ``MUST``. FLOPs are what the formula needs at least: half of the square where causal, real keys
+only; for a linear part half a chunk of near keys, the product with the state, its update, and the
+products of a learned feature map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from contestants import ENGINES, needs_torch
+from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.example_inputs import Sizes
+from subquad.kernels.hybrid.semantics import HybridVariant
+
+CHUNK = 64
+"""Of the linear part, in the count of FLOPs."""
+
+KERNEL, BODY = "subquad kernel", "subquad function"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant of a workload.
+
+    Attributes:
+        label: unique in the workload.
+        engine: key of ``ENGINES``.
+        variant: what it computes.
+        real, load, history: instead of those of the workload, if given.
+        slow_start: compiles for many seconds; only in the full set.
+    """
+
+    label: str
+    engine: str
+    variant: Any
+    real: float | None = None
+    load: float | None = None
+    history: int | None = None
+    slow_start: bool = False
+
+    @property
+    def family(self) -> str:
+        """Which process it lives in."""
+        return "torch" if needs_torch(self.engine) else "ort"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention, at several lengths.
+
+    Attributes:
+        entries: ours first.
+        lengths: numbers of keys that the full set measures.
+        flops: of our variant, for one batch row.
+        batch: rows.
+        real: share of the keys that are real.
+        load: share of the key blocks that a list keeps.
+        queries: number of queries; ``None``: as many as keys.
+        slow: leave out of the default set.
+    """
+
+    name: str
+    entries: tuple[Entry, ...]
+    flops: Callable[[Sizes], float]
+    lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
+    batch: int = 1
+    real: float = 1.0
+    load: float = 1.0
+    queries: int | None = None
+    slow: bool = False
+
+    def sizes(self, length: int, entry: Entry | None = None) -> Sizes:
+        """Sizes of one contestant, by default ours."""
+        entry = entry or self.entries[0]
+        length = entry.history or length
+        return Sizes(
+            batch=self.batch,
+            query_len=self.queries or length,
+            kv_len=length,
+            real=self.real if entry.real is None else entry.real,
+            load=self.load if entry.load is None else entry.load,
+        )
+
+    def total_flops(self, length: int) -> float:
+        return self.batch * self.flops(self.sizes(length))
+
+
+def softmax_flops(variant: Any, span: int | None = None) -> Callable[[Sizes], float]:
+    """Exact attention of every query over ``span`` keys, or all it may see."""
+    causal = getattr(variant, "window_right", -1) == 0 or getattr(variant, "allowed_right", -1) == 0
+
+    def flops(sizes: Sizes) -> float:
+        pairs = float(sizes.query_len) * sizes.real_keys * sizes.load
+        if causal and sizes.query_len == sizes.kv_len:
+            pairs /= 2
+        if span is not None:
+            pairs = min(pairs, float(sizes.query_len) * span)
+        return 2 * pairs * float(variant.num_heads * (variant.head_dim + variant.value_dim))
+
+    return flops
+
+
+def linear_flops(variant: Any, features: int, map_weights: int = 0) -> Callable[[Sizes], float]:
+    """A causal linear part with ``features`` features per head."""
+
+    def flops(sizes: Sizes) -> float:
+        near = CHUNK * (features + variant.value_dim)
+        far = 4 * features * variant.value_dim
+        per_token = variant.num_heads * (near + far + 4 * map_weights)
+        return float(sizes.query_len * per_token)
+
+    return flops
+
+
+def hybrid_flops(
+    variant: Any, features: int, span: int, map_weights: int = 0
+) -> Callable[[Sizes], float]:
+    exact, linear = softmax_flops(variant, span), linear_flops(variant, features, map_weights)
+    return lambda sizes: exact(sizes) + linear(sizes)
+
+
+def ours(variant: Any) -> tuple[Entry, ...]:
+    return Entry(KERNEL, "kernel", variant), Entry(BODY, "body", variant)
+
+
+def rivals(variant: Any, *engines: str) -> tuple[Entry, ...]:
+    """Others that compute ``variant``, each by the name of its engine."""
+    assert all(engine in ENGINES for engine in engines), engines
+    return tuple(
+        Entry(engine, engine, variant, slow_start="compile" in engine) for engine in engines
+    )
+
+
+SIZES = (12, 12, 64, 64, 0.125)
+CAUSAL = AttentionVariant(*SIZES, window_right=0)
+FULL = AttentionVariant(*SIZES)
+GROUPED = AttentionVariant(9, 3, 64, 64, 0.125, window_right=0)
+PADDED = AttentionVariant(12, 12, 32, 32, 32**-0.5, has_key_mask=True)
+WINDOW = HybridVariant(*SIZES, 255, 0, 4, allowed_right=0)
+ELU = HybridVariant(*SIZES, allowed_right=0, feature_map="elu")
+HYBRID_ELU = HybridVariant(*SIZES, 63, 0, 4, allowed_right=0, feature_map="elu")
+
+TORCH_DENSE = "torch SDPA, dense causal"
+
+WORKLOADS: tuple[Workload, ...] = (
+    Workload(
+        "dense_causal",
+        ours(CAUSAL)
+        + rivals(
+            CAUSAL,
+            "torch SDPA",
+            "ORT GroupQueryAttention",
+            "ORT Attention",
+            "torch.compile SDPA",
+        ),
+        softmax_flops(CAUSAL),
+    ),
+    Workload(
+        "dense_full",
+        ours(FULL)
+        + rivals(
+            FULL,
+            "torch SDPA",
+            "ORT MultiHeadAttention",
+            "ORT Attention",
+            "torch.compile SDPA",
+        ),
+        softmax_flops(FULL),
+        lengths=(512, 2048, 8192),
+    ),
+    Workload(
+        "dense_causal_gqa",
+        ours(GROUPED) + rivals(GROUPED, "torch SDPA", "ORT GroupQueryAttention", "ORT Attention"),
+        softmax_flops(GROUPED),
+        lengths=(512, 2048, 8192),
+    ),
+    Workload(
+        "dense_padded",
+        ours(PADDED) + rivals(PADDED, "torch SDPA", "ORT MultiHeadAttention", "ORT Attention"),
+        softmax_flops(PADDED),
+        lengths=(128, 512),
+        batch=8,
+        real=0.5,
+    ),
+    Workload(
+        "window",
+        ours(WINDOW)
+        + rivals(WINDOW, "torch SDPA", "torch.compile flex_attention")
+        + (Entry(TORCH_DENSE, "torch SDPA", CAUSAL),),
+        softmax_flops(WINDOW, 260),
+    ),
+    Workload(
+        "linear_elu",
+        ours(ELU) + rivals(ELU, "ORT LinearAttention", "torch chunked", "torch.compile chunked"),
+        linear_flops(ELU, 64),
+    ),
+    Workload(
+        "hybrid_elu",
+        (*ours(HYBRID_ELU), Entry(TORCH_DENSE, "torch SDPA", CAUSAL)),
+        hybrid_flops(HYBRID_ELU, 64, 68),
+    ),
+    Workload(
+        "decode_dense",
+        ours(GROUPED) + rivals(GROUPED, "torch SDPA"),
+        softmax_flops(GROUPED),
+        lengths=(1024, 8192, 32768),
+        queries=1,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Must:
+    """One row of what must be reached.
+
+    Attributes:
+        work: as people say it.
+        workload: by name, of ``WORKLOADS`` or ``MODELS``.
+        length: number of keys or tokens.
+        metric: ``ratio`` to ``rival``, or our ``share`` of the GEMM rate.
+        limit, aim: a ratio must not be above, a share not below.
+        threads: cores it is said for.
+    """
+
+    work: str
+    workload: str
+    length: int
+    metric: Literal["ratio", "share"]
+    limit: float
+    aim: float
+    rival: str = ""
+    threads: int = 2
+
+    @property
+    def bound(self) -> str:
+        if self.metric == "share":
+            return f">= {self.limit:.0%} of the GEMM rate"
+        return f"<= {self.limit:.2f}x {self.rival}"
+
+    def met(self, value: float) -> bool:
+        return value >= self.limit if self.metric == "share" else value <= self.limit
+
+
+DENSE = "dense causal, B1 H12 N8192 D64"
+BATCH = "dense, right-padded batch, B8 H12 N512 D32, half the keys real"
+LINEAR = "linear causal, elu map fused, f = 64, N8192"
+HEDGEHOG = "linear causal, Hedgehog f = 128 fused, N8192"
+HYBRID = "hybrid, window 64 + Hedgehog f = 128"
+PREFILL = "SmolLM2-135M prefill, 8000 tokens, exact kernels"
+
+MUST: tuple[Must, ...] = (
+    Must(DENSE, "dense_causal", 8192, "ratio", 1.25, 1.0, "torch SDPA"),
+    Must(DENSE, "dense_causal", 8192, "ratio", 1.05, 1.0, "ORT GroupQueryAttention"),
+    Must(BATCH, "dense_padded", 512, "ratio", 0.75, 0.6, "torch SDPA"),
+    Must(BATCH, "dense_padded", 512, "ratio", 0.75, 0.6, "ORT MultiHeadAttention"),
+    Must(LINEAR, "linear_elu", 8192, "ratio", 0.6, 0.45, "ORT LinearAttention"),
+    Must(HEDGEHOG, "linear_hedgehog", 8192, "share", 0.5, 0.65),
+    Must(f"{HYBRID}, N8192", "hybrid_hedgehog", 8192, "share", 0.45, 0.6),
+    Must(f"{HYBRID}, N8192", "hybrid_hedgehog", 8192, "ratio", 0.2, 0.14, TORCH_DENSE),
+    Must(f"{HYBRID}, N32768", "hybrid_hedgehog", 32768, "ratio", 0.05, 0.035, TORCH_DENSE),
+    Must("block-sparse, density 0.1", "block_sparse_10", 8192, "ratio", 0.2, 0.15, "dense kernel"),
+    Must("block-sparse, density 0.3", "block_sparse_30", 8192, "ratio", 0.4, 0.35, "dense kernel"),
+    Must(
+        "decode step, hybrid, history 32k",
+        "decode_hybrid",
+        32768,
+        "ratio",
+        1.05,
+        1.02,
+        "1k history",
+    ),
+    Must(PREFILL, "smollm2", 8000, "ratio", 0.65, 0.55, "plain export"),
+    Must(PREFILL, "smollm2", 8000, "ratio", 1.15, 0.95, "torch"),
+)
+
+
+def by_name() -> Mapping[str, Workload]:
+    return {workload.name: workload for workload in WORKLOADS}
+
+
+def with_parameters(workload: Workload, labels: tuple[str, ...]) -> Workload:
+    """The workload with one more entry of ours per set of tuning parameters."""
+    kernel = workload.entries[0]
+    extra = tuple(replace(kernel, label=f"{KERNEL} {label}") for label in labels)
+    return replace(workload, entries=workload.entries + extra)

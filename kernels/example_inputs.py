@@ -1,0 +1,87 @@
+"""Inputs for a node of any variant: for benchmarks, tuning and the cost table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subquad.kernels.operator import Blocks, Dim, OperatorVariant, TensorSpec
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the dimensions that a variant leaves open.
+
+    Attributes:
+        real: share of the keys that are real; the others are padding on the right.
+        load: share of the key blocks that a list of blocks keeps, for operators that read one.
+    """
+
+    batch: int
+    query_len: int
+    kv_len: int
+    real: float = 1.0
+    load: float = 1.0
+
+    @property
+    def real_keys(self) -> int:
+        return max(1, int(self.kv_len * self.real))
+
+    def of(self, dim: Dim) -> int:
+        """The size of a dimension.
+
+        Raises:
+            ValueError: a symbol that these sizes do not know.
+        """
+        if isinstance(dim, int):
+            return dim
+        if isinstance(dim, Blocks):
+            return -(-self.of(dim.dim) // dim.size)
+        known = {"batch": self.batch, "query_len": self.query_len, "kv_len": self.kv_len}
+        if dim not in known:
+            raise ValueError(f"no example size for the dimension {dim!r}; known: {list(known)}")
+        return known[dim]
+
+
+Maker = Callable[[OperatorVariant, Sizes, np.random.Generator], Mapping[str, NDArray[Any]]]
+
+MAKERS: Mapping[str, Maker] = {}
+"""Operator -> the inputs of its own that random numbers cannot stand for."""
+
+
+def example_inputs(
+    variant: OperatorVariant, sizes: Sizes, seed: int = 0
+) -> dict[str, NDArray[Any]]:
+    """Random inputs of ``variant`` by name; equal arguments give equal arrays.
+
+    Queries are the last of the slots. Floats are normal; those beside query, key and value
+    (weights, biases) have deviation 0.5.
+
+    Raises:
+        ValueError: an input that needs a line in ``MAKERS``, or a size that is not known.
+    """
+    rng = np.random.default_rng(seed)
+    own = MAKERS[variant.op_type](variant, sizes, rng) if variant.op_type in MAKERS else {}
+    return {
+        spec.name: own[spec.name] if spec.name in own else _common(spec, sizes, rng)
+        for spec in variant.inputs
+        if spec is not None
+    }
+
+
+def _common(spec: TensorSpec, sizes: Sizes, rng: np.random.Generator) -> NDArray[Any]:
+    shape = tuple(sizes.of(dim) for dim in spec.dims)
+    if spec.dtype == "float32":
+        numbers = rng.standard_normal(shape, dtype=np.float32)
+        return numbers if spec.name in ("query", "key", "value") else numbers * np.float32(0.5)
+    if spec.name == "key_mask":
+        return np.tile(np.arange(sizes.kv_len) < sizes.real_keys, (sizes.batch, 1))
+    if spec.name in ("query_positions", "key_positions"):
+        slots = np.arange(sizes.kv_len, dtype=np.int64)
+        wanted = slots[-sizes.query_len :] if spec.name == "query_positions" else slots
+        return np.tile(wanted, (sizes.batch, 1))
+    raise ValueError(f"no example for input {spec.name!r}: add its operator to MAKERS")
