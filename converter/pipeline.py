@@ -33,12 +33,12 @@ from subquad.converter.source import trace
 from subquad.converter.traced import TracedModel
 from subquad.kernels.host.build import LIBRARY_NAME, KernelBuild, build_kernels
 from subquad.kernels.kernel import CPU_TEMPLATES
-from subquad.kernels.operator import OperatorVariant
 from subquad.passes.canonicalise import canonicalise
 from subquad.passes.lower import LoweredSite, lower_sites
+from subquad.passes.methods import method_text
 from subquad.passes.plan import Assignment, Request, make_plan
 from subquad.passes.raise_attention import RaisedSites, raise_attention
-from subquad.passes.replace import replace_sites
+from subquad.passes.replace import SiteVariants, replace_sites
 from subquad.runtime.errors import (
     Rejection,
     ReplacementError,
@@ -200,10 +200,11 @@ def convert(
         raise UsageError(f"kernels must be none or cpu, got {kernels!r}")
     requests = [Request.parse(text, sites) for text in force]
     for request in requests:
-        if strict_causal and request.method.causal_granularity != 1:
+        granularity = request.method.causal_granularity(request.params)
+        if strict_causal and granularity != 1:
             raise UsageError(
-                f"method {request.method.name!r} is causal only in blocks of "
-                f"{request.method.causal_granularity} tokens; drop --strict-causal to allow it"
+                f"method {method_text(request.method, request.params)!r} is causal only in blocks "
+                f"of {granularity} tokens; drop --strict-causal to allow it"
             )
     if sites is not None and not requests:
         raise UsageError("a site pattern needs a method to apply: give --force METHOD as well")
@@ -221,7 +222,7 @@ def convert(
         built = KernelBuild()
         if kernels == "cpu" or require_kernels:
             with clock.stage("kernels"):
-                built = build_kernels(variants, templates=templates)
+                built = build_kernels([v for site in variants for v in site], templates=templates)
                 if require_kernels:
                     _refuse_missing_kernels(plan, variants, built)
         names = {key: _template_name(place) for key, place in built.served.items()}
@@ -314,16 +315,18 @@ def _refuse_declined(plan: Sequence[Assignment]) -> None:
 
 
 def _refuse_missing_kernels(
-    plan: Sequence[Assignment], variants: Sequence[OperatorVariant], built: KernelBuild
+    plan: Sequence[Assignment], variants: Sequence[SiteVariants], built: KernelBuild
 ) -> None:
     missing = [
         (assignment.site.name, built.declined[key].reason)
-        for assignment, variant in zip(plan, variants, strict=True)
+        for assignment, of_site in zip(plan, variants, strict=True)
+        for variant in of_site
         if (key := (variant.op_type, variant.overload)) in built.declined
     ]
     if missing:
         raise TargetUnavailableError(
-            f"kernels are required, but {len(missing)} of {len(plan)} attentions have none; "
+            f"kernels are required, but {len({name for name, _ in missing})} of {len(plan)} "
+            "attentions have none; "
             f"{missing[0][0]}: {missing[0][1]}"
         )
 
@@ -370,6 +373,8 @@ def _site_record(assignment: Assignment, lowered: LoweredSite | None = None) -> 
         operator="" if lowered is None else lowered.operator,
         kernel="" if lowered is None else lowered.kernel,
         reason="; ".join(reasons),
+        prepared=() if lowered is None else lowered.prepared,
+        causal_granularity=assignment.method.causal_granularity(assignment.params),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from subquad.kernels.operator import (
     DOMAIN,
     DOMAIN_VERSION,
     OperatorVariant,
+    TensorSpec,
     input_names,
 )
 from subquad.passes.recognise.layout import Operand
@@ -120,9 +121,26 @@ class NodeBuilder:
         shared: SharedInputs,
         name: str,
     ) -> ir.Value:
-        """The operator node itself; output ``[batch, num_heads, query_len, value_dim]``."""
-        inputs = variant_inputs(variant, query, key, value, shared)
-        return self._tape.op(
+        """An attention node; output ``[batch, num_heads, query_len, value_dim]``."""
+        return self.operator(variant, query, key, value, shared, {}, name)[0]
+
+    def operator(
+        self,
+        variant: OperatorVariant,
+        query: ir.Value,
+        key: ir.Value,
+        value: ir.Value,
+        shared: SharedInputs,
+        extra: Mapping[str, ir.Value],
+        name: str,
+    ) -> Sequence[ir.Value]:
+        """A node of any operator; its outputs as the variant has them.
+
+        Args:
+            extra: inputs that only this operator has, by name.
+        """
+        inputs = variant_inputs(variant, query, key, value, shared, extra)
+        return self._tape.op_multi_out(
             variant.op_type,
             inputs,
             {attribute.name: attribute for attribute in variant.attributes().values()},
@@ -130,7 +148,7 @@ class NodeBuilder:
             overload=variant.overload,
             version=DOMAIN_VERSION,
             name=name,
-            output=ir.Value(type=ir.TensorType(ir.DataType.FLOAT)),
+            outputs=[_untied(spec) for spec in variant.outputs],
         )
 
     def packed(self, output: ir.Value) -> ir.Value:
@@ -139,12 +157,18 @@ class NodeBuilder:
         return self.op("Reshape", moved, self.ints([0, 0, -1]))
 
 
+def _untied(spec: TensorSpec) -> ir.Value:
+    """A value of the type of ``spec``, of any shape."""
+    return ir.Value(type=ir.TensorType(ir.DataType.from_numpy(np.dtype(spec.dtype))))
+
+
 def variant_inputs(
     variant: OperatorVariant,
     query: ir.Value,
     key: ir.Value,
     value: ir.Value,
     shared: SharedInputs,
+    extra: Mapping[str, ir.Value] | None = None,
 ) -> list[ir.Value | None]:
     """The inputs of a node of this variant, in the operator's order."""
     available: dict[str, ir.Value | None] = {
@@ -155,11 +179,12 @@ def variant_inputs(
         "query_positions": shared.query_positions,
         "key_positions": shared.key_positions,
         "": None,
+        **(extra or {}),
     }
-    inputs = [available[name] for name in input_names(variant)]
-    missing = [n for n in input_names(variant) if n and available[n] is None]
+    names = input_names(variant)
+    missing = [name for name in names if name and available.get(name) is None]
     assert not missing, f"{variant.overload} needs {missing}"
-    return inputs
+    return [available[name] for name in names]
 
 
 def needs_positions(variant: OperatorVariant) -> bool:

@@ -31,19 +31,21 @@ class LoweredSite:
     """What executes one site.
 
     Attributes:
-        operator: operator and overload now in the graph.
+        operator: operator and overload of the attention now in the graph.
         kernel: template of its kernel; "" = none.
-        reason: why none.
+        reason: why none, for the attention and each node that prepares it.
+        prepared: operators and overloads of the nodes that prepare it.
     """
 
     operator: str
     kernel: str = ""
     reason: str = ""
+    prepared: tuple[str, ...] = ()
 
 
 def lower_sites(
     model: ir.Model,
-    variants: Sequence[OperatorVariant],
+    variants: Sequence[Sequence[OperatorVariant]],
     served: Mapping[VariantKey, str],
     declined: Mapping[VariantKey, Rejection],
 ) -> list[LoweredSite]:
@@ -51,26 +53,38 @@ def lower_sites(
 
     Args:
         model: after ``replace_sites``.
-        variants: of each site, in order.
+        variants: of each site, in order; the last of a site is its attention.
         served: variants with a kernel -> name of the kernel.
         declined: the others, each with its reason.
 
     Returns:
         What became of each site, in order.
     """
-    keys = [(variant.op_type, variant.overload) for variant in variants]
-    renamed = {key for key in keys if key not in served} if served else set()
-    for key in renamed:
+    keys = [[(v.op_type, v.overload) for v in of_site] for of_site in variants]
+    every = {key for of_site in keys for key in of_site}
+    renamed = {key for key in every if key not in served} if served else set()
+    for key in sorted(renamed):
         _rename_function(model, key)
     for node in model.graph.all_nodes():
         if node.domain == DOMAIN and (node.op_type, node.overload) in renamed:
             node.op_type += REFERENCE_SUFFIX
+
+    def operator(key: VariantKey) -> str:
+        return f"{key[0]}{REFERENCE_SUFFIX if key in renamed else ''}:{key[1]}"
+
     lowered = []
-    for op_type, overload in keys:
-        key = (op_type, overload)
-        name = op_type + REFERENCE_SUFFIX if key in renamed else op_type
-        reason = declined[key].reason if key in declined else ""
-        lowered.append(LoweredSite(f"{name}:{overload}", served.get(key, ""), reason))
+    for *prepared, attention in keys:
+        reasons = [f"{key[0]}: {declined[key].reason}" for key in prepared if key in declined]
+        if attention in declined:
+            reasons.append(declined[attention].reason)
+        lowered.append(
+            LoweredSite(
+                operator=operator(attention),
+                kernel=served.get(attention, ""),
+                reason="; ".join(reasons),
+                prepared=tuple(map(operator, prepared)),
+            )
+        )
     return lowered
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
+from numpy.typing import NDArray
 
 from subquad.kernels.operator import DOMAIN, OperatorVariant
 from subquad.passes.attention_nodes import (
@@ -16,22 +18,29 @@ from subquad.passes.attention_nodes import (
 )
 from subquad.passes.plan import Assignment
 
+SiteVariants = tuple[OperatorVariant, ...]
+"""The operators that compute one site: those that prepare it, then the attention."""
 
-def replace_sites(model: ir.Model, plan: Sequence[Assignment]) -> list[OperatorVariant]:
-    """Replace every site's node by its method's operator; modifies ``model``.
+
+def replace_sites(model: ir.Model, plan: Sequence[Assignment]) -> list[SiteVariants]:
+    """Replace every site's node by its method's operators; modifies ``model``.
 
     Returns:
-        The operator variant of each assignment, in order.
+        The operator variants of each assignment, in order.
     """
     nodes = {node.name: node for node in model.graph if node.domain == DOMAIN}
     positions: dict[object, SharedInputs] = {}
-    variants: list[OperatorVariant] = []
+    variants: list[SiteVariants] = []
     for assignment in plan:
-        variant = assignment.method.lower(assignment.site, assignment.params)
-        node = nodes[assignment.site.name]
-        if (node.op_type, node.overload) != (variant.op_type, variant.overload):
-            _replace(model, node, assignment, variant, positions)
-        variants.append(variant)
+        site, params = assignment.site, assignment.params
+        prepared = assignment.method.prepare(site, params)
+        attention = assignment.method.lower(site, params)
+        tensors = assignment.method.tensors(site, params)
+        node = nodes[site.name]
+        same = (node.op_type, node.overload) == (attention.op_type, attention.overload)
+        if not same or prepared or tensors:
+            _replace(model, node, assignment, (*prepared, attention), tensors, positions)
+        variants.append((*prepared, attention))
     common_passes.RemoveUnusedNodesPass()(model)
     # onnx_ir leaves this constructor untyped.
     common_passes.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
@@ -42,7 +51,8 @@ def _replace(
     model: ir.Model,
     node: ir.Node,
     assignment: Assignment,
-    variant: OperatorVariant,
+    variants: SiteVariants,
+    tensors: Mapping[str, NDArray[np.generic]],
     positions: dict[object, SharedInputs],
 ) -> None:
     query, key, value = node.inputs[:3]
@@ -50,16 +60,38 @@ def _replace(
     optional = (*node.inputs[3:6], None, None, None)
     shared = SharedInputs(*optional[:3])
     builder = NodeBuilder()
-    if needs_positions(variant) and shared.query_positions is None:
+    if any(map(needs_positions, variants)) and shared.query_positions is None:
         shared = _with_positions(builder, query, key, shared, assignment, positions)
-    output = builder.attention(variant, query, key, value, shared, name=assignment.site.name)
+    name = assignment.site.name
+    extra = {key: _initializer(model, f"{name}.{key}", array) for key, array in tensors.items()}
+    *prepared, attention = variants
+    for variant in prepared:
+        outputs = builder.operator(
+            variant, query, key, value, shared, extra, name=f"{name}.{variant.op_type}"
+        )
+        extra |= {spec.name: out for spec, out in zip(variant.outputs, outputs, strict=True)}
+    output = builder.operator(attention, query, key, value, shared, extra, name=name)[0]
     old = node.outputs[0]
     output.shape = old.shape
     model.graph.insert_before(node, builder.nodes)
     old.name, output.name = f"{old.name}.exact", old.name
     ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
     model.graph.remove(node, safe=True)
-    register_variant(model, variant)
+    for variant in variants:
+        register_variant(model, variant)
+
+
+def _initializer(model: ir.Model, name: str, array: NDArray[np.generic]) -> ir.Value:
+    """A constant of the model, under its name."""
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(
+        name=name,
+        type=ir.TensorType(tensor.dtype),
+        shape=ir.Shape(array.shape),
+        const_value=tensor,
+    )
+    model.graph.register_initializer(value)
+    return value
 
 
 def _with_positions(

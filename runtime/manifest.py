@@ -61,6 +61,9 @@ class SiteRecord:
         operator: ``ai.subquad`` operator and overload now in the graph.
         kernel: template of the kernel that serves it, or "" when only its ONNX function body does.
         reason: why no kernel, or why a requested method was declined.
+        prepared: operators and overloads of the nodes that prepare its attention.
+        causal_granularity: positions are cut into blocks of this many, and changing a token moves
+            nothing in a block before its own; 1 = exactly causal. Says nothing of other sites.
     """
 
     site: dict[str, Any]
@@ -69,6 +72,8 @@ class SiteRecord:
     operator: str
     kernel: str = ""
     reason: str = ""
+    prepared: tuple[str, ...] = ()
+    causal_granularity: int = 1
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,11 @@ def _parse_site(item: object) -> SiteRecord:
     for key in ("kernel", "reason"):
         _expect(fields.get(key, ""), str, f"sites[].{key}")
     _expect(fields["params"], dict, "sites[].params")
-    return SiteRecord(**fields)
+    prepared = _expect(fields.get("prepared", []), list, "sites[].prepared")
+    prepared = tuple(_expect(name, str, "sites[].prepared[]") for name in prepared)
+    if _expect(fields.get("causal_granularity", 1), int, "sites[].causal_granularity") < 1:
+        raise ValueError("sites[].causal_granularity must be at least 1")
+    return SiteRecord(**{**fields, "prepared": prepared})
 
 
 def _parse_library(item: object) -> KernelLibrary:

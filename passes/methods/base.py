@@ -1,14 +1,18 @@
 """What a replacement method is, and how its parameters are written.
 
 A method is one file: name, paper, formula, parameters, which sites it declines and why, and the
-operator variant it lowers to. Parameters are integers, written ``window:size=128,sinks=4``, or
-``window:128`` for the first one.
+operator variant it lowers to, with the constant tensors and helper nodes that this one reads.
+Parameters are written ``window:size=128,sinks=4``, or ``window:128`` for the first one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from subquad.kernels.operator import OperatorVariant
 from subquad.passes.recognise.site import AttentionSite
@@ -16,10 +20,26 @@ from subquad.runtime.errors import Rejection, UsageError
 
 LARGEST_PARAMETER = 2**31 - 1
 
+Value = int | float | str
+"""What a parameter may be."""
+
 
 def parameter(meaning: str, *, minimum: int, default: int | None = None) -> Any:
     """A dataclass field for one integer parameter; without a default it must be given."""
-    metadata = {"meaning": meaning, "minimum": minimum}
+    return _field({"meaning": meaning, "kind": int, "range": (minimum, LARGEST_PARAMETER)}, default)
+
+
+def number(meaning: str, *, low: float, high: float, default: float | None = None) -> Any:
+    """A dataclass field for one real parameter from ``low`` to ``high``."""
+    return _field({"meaning": meaning, "kind": float, "range": (low, high)}, default)
+
+
+def choice(meaning: str, *options: str, default: str | None = None) -> Any:
+    """A dataclass field for one of some words."""
+    return _field({"meaning": meaning, "kind": str, "options": options}, default)
+
+
+def _field(metadata: Mapping[str, Any], default: Value | None) -> Any:
     if default is None:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -27,10 +47,10 @@ def parameter(meaning: str, *, minimum: int, default: int | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a method; subclasses add fields made by :func:`parameter`.
+    """Parameters of a method; subclasses add fields by :func:`parameter` and its like.
 
     Raises:
-        UsageError: a value is no integer or outside its range.
+        UsageError: a value is of the wrong kind or outside its range.
     """
 
     def __post_init__(self) -> None:
@@ -41,17 +61,17 @@ class Parameters:
     def parse(cls, text: str) -> Self:
         """Read ``"size=128,sinks=4"`` or ``"128,sinks=4"``; the first may go without its name."""
         specs = {spec.name: spec for spec in fields(cls)}
-        given: dict[str, int] = {}
+        given: dict[str, Value] = {}
         for index, part in enumerate(text.split(",") if text else []):
-            name, equals, number = part.partition("=")
+            name, equals, word = part.partition("=")
             if not equals and index == 0 and specs:
-                name, number = next(iter(specs)), part
-            name, number = name.strip(), number.strip()
+                name, word = next(iter(specs)), part
+            name, word = name.strip(), word.strip()
             if name not in specs:
                 raise UsageError(f"unknown parameter {part.strip()!r}; {_known(specs)}")
             if name in given:
                 raise UsageError(f"parameter {name!r} is given twice")
-            given[name] = _integer(name, number)
+            given[name] = _read(specs[name], word)
         for name, spec in specs.items():
             if name not in given and spec.default is MISSING:
                 raise UsageError(f"parameter {name!r} is missing: {spec.metadata['meaning']}")
@@ -61,26 +81,40 @@ class Parameters:
         """The text :meth:`parse` reads back."""
         return ",".join(f"{spec.name}={getattr(self, spec.name)}" for spec in fields(self))
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Value]:
         return {spec.name: getattr(self, spec.name) for spec in fields(self)}
 
 
-def _integer(name: str, text: str) -> int:
+def _read(spec: Field[Any], text: str) -> Value:
+    kind = spec.metadata["kind"]
     try:
-        return int(text)
+        value: Value = kind(text)
     except ValueError:
-        raise UsageError(f"parameter {name!r} must be an integer, got {text!r}") from None
+        raise _wrong(spec, repr(text)) from None
+    return value
 
 
 def _check(spec: Field[Any], value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UsageError(f"parameter {spec.name!r} must be an integer, got {value!r}")
-    minimum = spec.metadata["minimum"]
-    if not minimum <= value <= LARGEST_PARAMETER:
-        raise UsageError(
-            f"parameter {spec.name!r} must be between {minimum} and {LARGEST_PARAMETER}, "
-            f"got {value}"
-        )
+    kind = spec.metadata["kind"]
+    # An integer is a real number too; truth values are neither.
+    fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+    if not fits or isinstance(value, bool):
+        raise _wrong(spec, repr(value))
+    if kind is str:
+        if value not in spec.metadata["options"]:
+            raise _wrong(spec, repr(value))
+        return
+    low, high = spec.metadata["range"]
+    if not low <= value <= high:
+        raise UsageError(f"parameter {spec.name!r} must be between {low} and {high}, got {value}")
+
+
+def _wrong(spec: Field[Any], got: str) -> UsageError:
+    kind = spec.metadata["kind"]
+    wanted = {int: "an integer", float: "a number"}.get(kind)
+    if wanted is None:
+        wanted = "one of " + ", ".join(spec.metadata["options"])
+    return UsageError(f"parameter {spec.name!r} must be {wanted}, got {got}")
 
 
 def _known(specs: dict[str, Field[Any]]) -> str:
@@ -101,8 +135,6 @@ class Method(Protocol[P]):
         name: as written on the command line.
         paper: source of the formula.
         parameters: class of its parameters.
-        causal_granularity: changing a token moves no output more than this many tokens before it,
-            rounded down to such blocks; 1 = exact causality per token.
     """
 
     @property
@@ -114,11 +146,38 @@ class Method(Protocol[P]):
     @property
     def parameters(self) -> type[Parameters]: ...
 
-    @property
-    def causal_granularity(self) -> int: ...
+    def causal_granularity(self, params: P) -> int:
+        """How exact causality is, in tokens; 1: exact.
+
+        Positions are cut into blocks of this many. Changing a token moves no output in a block
+        before its own; with 1, no output before it.
+        """
 
     def supports(self, site: AttentionSite, params: P) -> Rejection | None:
         """Why this site must keep what it has; ``None``: the method applies."""
 
     def lower(self, site: AttentionSite, params: P) -> OperatorVariant:
         """The operator variant for a site that :meth:`supports` accepts."""
+
+    def prepare(self, site: AttentionSite, params: P) -> tuple[OperatorVariant, ...]:
+        """Nodes before the attention, in order.
+
+        Each may read what the attention may, and outputs of those before it; an input takes the
+        output of its own name.
+        """
+
+    def tensors(self, site: AttentionSite, params: P) -> Mapping[str, NDArray[np.generic]]:
+        """Constants, by the name of the input they are; initializers ``<site>.<input>``."""
+
+
+class OneNode:
+    """Base of methods that are exactly causal and one node without tensors, or nearly so."""
+
+    def causal_granularity(self, params: Any) -> int:
+        return 1
+
+    def prepare(self, site: AttentionSite, params: Any) -> tuple[OperatorVariant, ...]:
+        return ()
+
+    def tensors(self, site: AttentionSite, params: Any) -> Mapping[str, NDArray[np.generic]]:
+        return {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from subquad.kernels.attention.semantics import AttentionVariant
-from subquad.passes.methods.base import Parameters
+from subquad.passes.methods.base import OneNode, Parameters
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -21,13 +21,12 @@ class DenseParameters(Parameters):
 
 
 @dataclass(frozen=True)
-class DenseMethod:
+class DenseMethod(OneNode):
     """Keeps the attention exact; lowers to the best exact body for its mask."""
 
     name: str = "dense"
     paper: str = "Vaswani et al., 2017, https://arxiv.org/abs/1706.03762"
     parameters: type[DenseParameters] = DenseParameters
-    causal_granularity: int = 1
 
     def supports(self, site: AttentionSite, params: DenseParameters) -> Rejection | None:
         return None

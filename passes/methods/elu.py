@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from subquad.kernels.hybrid.feature_maps import ELU
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED
-from subquad.passes.methods.base import Parameters
+from subquad.passes.methods.base import OneNode, Parameters
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -26,13 +26,12 @@ class EluParameters(Parameters):
 
 
 @dataclass(frozen=True)
-class EluMethod:
+class EluMethod(OneNode):
     """Replaces softmax weights by products of elu + 1 features."""
 
     name: str = "elu"
     paper: str = "Katharopoulos et al., 2020, https://arxiv.org/abs/2006.16236"
     parameters: type[EluParameters] = EluParameters
-    causal_granularity: int = 1
 
     def supports(self, site: AttentionSite, params: EluParameters) -> Rejection | None:
         if site.softcap:

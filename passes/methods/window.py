@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED
-from subquad.passes.methods.base import Parameters, parameter
+from subquad.passes.methods.base import OneNode, Parameters, parameter
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -33,13 +33,12 @@ class WindowParameters(Parameters):
 
 
 @dataclass(frozen=True)
-class WindowMethod:
+class WindowMethod(OneNode):
     """Drops keys outside a sliding window and the sinks."""
 
     name: str = "window"
     paper: str = "Xiao et al., 2023, https://arxiv.org/abs/2309.17453"
     parameters: type[WindowParameters] = WindowParameters
-    causal_granularity: int = 1
 
     def supports(self, site: AttentionSite, params: WindowParameters) -> Rejection | None:
         if not site.is_self:
