@@ -131,7 +131,7 @@ def test_parts_merge_by_lse() -> None:
         # The sink belongs to one part only.
         parts.append(run_all(replace(whole, has_sink_logits=start == 0), part))
     total = np.logaddexp(parts[0][1], parts[1][1])
-    merged = sum(np.exp(lse - total)[..., None] * output for output, lse in parts)
+    merged = np.sum([np.exp(lse - total)[..., None] * output for output, lse in parts], axis=0)
     want, lse = reference_all(whole, case)
     assert relative_error(merged, want) < TOLERANCE
     assert_rows_close(total, lse)

@@ -123,7 +123,7 @@ def _biases(
         if spec.name == "slopes":
             array = rng.uniform(0.05, 0.5, array.shape).astype(np.float32)
         if spec.name in ("key_bias", "score_bias"):
-            hiding = rng.choice([-np.inf, np.finfo(np.float32).min, -1e30], array.shape)
+            hiding = rng.choice(np.array([-np.inf, np.finfo(np.float32).min, -1e30]), array.shape)
             array = np.where(rng.random(array.shape) < 0.1, hiding, array).astype(np.float32)
         extra[spec.name] = array
     return extra

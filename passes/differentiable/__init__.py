@@ -1,0 +1,1 @@
+"""Run a graph in torch, with gradients: for distillation and low-rank repair."""

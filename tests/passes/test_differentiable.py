@@ -1,0 +1,207 @@
+"""Graphs in torch: operators as the ONNX specification has them, bodies exact, gradients right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+
+from onnx_cases import specified_cases
+from oracles import mask_of, random_case, reference, relative_error
+from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.one_node import one_node_model
+from subquad.kernels.operator import present_inputs
+from subquad.passes.differentiable.graph import TorchGraph, unknown_operators
+from subquad.passes.differentiable.operators import STANDARD_OPERATORS
+from subquad.runtime.errors import UnsupportedModelError
+
+SIZES = (4, 2, 7, 5, 0.3)
+VARIANTS: list[AttentionVariant | HybridVariant] = [
+    AttentionVariant(*SIZES),
+    AttentionVariant(*SIZES, has_key_mask=True),
+    AttentionVariant(*SIZES, softcap=4.0, has_key_mask=True),
+    AttentionVariant(*SIZES, window_right=0),
+    AttentionVariant(*SIZES, window_right=0, has_key_mask=True),
+    AttentionVariant(*SIZES, window_left=40, window_right=0, has_key_mask=True),
+    AttentionVariant(*SIZES, window_left=5000, window_right=0, has_key_mask=True),
+    HybridVariant(*SIZES, 40, 0, 4, allowed_right=0, feature_map="elu", has_key_mask=True),
+    HybridVariant(*SIZES, 40, 40, sinks=4, feature_map="elu", has_key_mask=True),
+    HybridVariant(*SIZES, feature_map="elu"),
+]
+
+DTYPES = {np.dtype(name) for name in ("f2", "f4", "f8", "i1", "u1", "i4", "i8", "?")}
+# Forms that opset 24 has no more, and reductions over nothing.
+LEFT_OUT = ("opset13", "empty_set")
+
+
+def as_torch(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(array, copy=True))
+
+
+def cases_of(op_type: str) -> list[Any]:
+    """The specification's examples of dtypes that torch and NumPy share."""
+    return [
+        case
+        for case in specified_cases(op_type)
+        if not any(word in case.name for word in LEFT_OUT)
+        and all(
+            isinstance(array, np.ndarray | np.generic) and array.dtype in DTYPES
+            for inputs, outputs in case.data_sets
+            for array in (*inputs, *outputs)
+        )
+    ]
+
+
+def assert_as_specified(case: Any) -> None:
+    graph = TorchGraph(ir.from_proto(case.model))
+    names = [value.name for value in case.model.graph.input]
+    for inputs, outputs in case.data_sets:
+        feeds = {name: as_torch(array) for name, array in zip(names, inputs, strict=True)}
+        for tensor, want in zip(graph(feeds).values(), outputs, strict=True):
+            got = tensor.numpy()
+            assert got.dtype == want.dtype, case.name
+            # float16 has three digits.
+            tolerance = 2e-3 if want.dtype == np.float16 else 1e-5
+            np.testing.assert_allclose(
+                got.astype(np.float64),
+                want.astype(np.float64),
+                rtol=tolerance,
+                atol=tolerance,
+                err_msg=case.name,
+            )
+
+
+@pytest.mark.parametrize("op_type", sorted(STANDARD_OPERATORS))
+def test_operator_as_specified(op_type: str) -> None:
+    """Every example is right or refused with a reason, and most operators refuse none."""
+    refused = 0
+    cases = cases_of(op_type)
+    for case in cases:
+        try:
+            assert_as_specified(case)
+        except UnsupportedModelError as error:
+            assert op_type in str(error)
+            refused += 1
+    has_modes = {"Pad", "ScatterND", "BatchNormalization", "Conv", "ConvTranspose"}
+    several_outputs = {"LayerNormalization"}
+    assert not refused or op_type in has_modes | several_outputs
+    assert len(cases) > refused or op_type in {"Cast", "ReduceL2", *several_outputs}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.op_type}_{v.overload}")
+def test_bodies_are_exact(variant: AttentionVariant | HybridVariant) -> None:
+    rng = np.random.default_rng(5)
+    graph = TorchGraph(ir.from_proto(one_node_model(variant)))
+    for length in (1, 7, 130):
+        case = random_case(rng, variant, query_len=length, mask=mask_of("left", 2, length, rng))
+        feeds = {name: as_torch(array) for name, array in case.feeds(variant).items()}
+        got = graph(feeds)["output"].numpy()
+        # As for the same bodies in ONNX Runtime.
+        assert relative_error(got, reference(variant, case)) < 2e-6
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.op_type}_{v.overload}")
+def test_gradients_are_those_of_the_output(variant: AttentionVariant | HybridVariant) -> None:
+    """The directional derivative in float64 differences of the float64 reference."""
+    rng = np.random.default_rng(6)
+    case = random_case(rng, variant, query_len=9, mask=mask_of("holes", 2, 9, rng))
+    feeds = {name: as_torch(array) for name, array in case.feeds(variant).items()}
+    moving = ("query", "key", "value")
+    for name in moving:
+        feeds[name].requires_grad_()
+    output = TorchGraph(ir.from_proto(one_node_model(variant)))(feeds)["output"]
+    weights = rng.normal(size=output.shape)
+    (output * as_torch(weights).float()).sum().backward()
+    step = 1e-6
+    for name in moving:
+        direction = rng.normal(size=feeds[name].shape)
+        values = getattr(case, name).astype(np.float64)
+        ends = [
+            reference(variant, case.with_(**{name: values + sign * step * direction}))
+            for sign in (1, -1)
+        ]
+        wanted = float(np.sum(weights * (ends[0] - ends[1])) / (2 * step))
+        gradient = feeds[name].grad
+        assert gradient is not None and torch.isfinite(gradient).all()
+        got = float(np.sum(gradient.numpy().astype(np.float64) * direction))
+        # float32 gradients of some hundred terms.
+        assert got == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+def test_operators_without_usable_examples() -> None:
+    rng = np.random.default_rng(8)
+    x = as_torch(rng.normal(size=(3, 4, 5)).astype(np.float32))
+    cast = STANDARD_OPERATORS["Cast"]
+    np.testing.assert_array_equal(cast(x, to=7).numpy(), x.numpy().astype(np.int64))
+    assert cast(x, to=9).dtype == torch.bool
+    norm = STANDARD_OPERATORS["ReduceL2"](x, as_torch(np.array([0, -1])), keepdims=0)
+    np.testing.assert_allclose(norm.numpy(), np.sqrt((x.numpy() ** 2).sum((0, 2))), rtol=1e-6)
+    scale, bias = (as_torch(rng.normal(size=(4, 5)).astype(np.float32)) for _ in range(2))
+    got = STANDARD_OPERATORS["LayerNormalization"](x, scale, bias, axis=1, epsilon=0.1)
+    centred = x.numpy() - x.numpy().mean((1, 2), keepdims=True)
+    deviation = np.sqrt((centred**2).mean((1, 2), keepdims=True) + 0.1)
+    want = centred / deviation * scale.numpy() + bias.numpy()
+    np.testing.assert_allclose(got.numpy(), want, atol=1e-5)
+
+
+TRAINED = """
+<ir_version: 10, opset_import: ["" : 24]>
+agraph (float[n, 2] x, bool flag) => (float[n, 2] y)
+  <float[2, 2] weight = {1, 2, 3, 4}, float[2] shift = {1, 1}>
+{
+  h = MatMul(x, weight)
+  y = If (flag) <
+    then_branch = then_graph () => (float[n, 2] a) { a = Add(h, shift) },
+    else_branch = else_graph () => (float[n, 2] b) { b = Neg(h) }
+  >
+}
+"""
+
+
+def trained_graph(trainable: tuple[str, ...]) -> TorchGraph:
+    model = ir.from_proto(onnx.parser.parse_model(TRAINED))
+    model.graph.initializers["weight"].name = "layer.weight"
+    return TorchGraph(model, trainable)
+
+
+def test_only_what_is_named_is_trained_and_branches_are_taken() -> None:
+    graph = trained_graph(("layer.weight",))
+    assert [name for name, _ in graph.named_parameters()] == ["w/layer/weight"]
+    x = torch.tensor([[1.0, 1.0]])
+    added = graph({"x": x, "flag": torch.tensor(True)})["y"]
+    np.testing.assert_array_equal(added.detach().numpy(), [[5, 7]])
+    negated = graph({"x": x, "flag": torch.tensor(False)}, outputs=["h", "y"])
+    np.testing.assert_array_equal(negated["h"].detach().numpy(), [[4, 6]])
+    np.testing.assert_array_equal(negated["y"].detach().numpy(), [[-4, -6]])
+    negated["y"].sum().backward()
+    (weight,) = graph.parameters()
+    assert weight.grad is not None
+    np.testing.assert_array_equal(weight.grad.numpy(), [[-1, -1], [-1, -1]])
+
+
+def test_unknown_initializer_is_named() -> None:
+    with pytest.raises(KeyError, match="absent"):
+        trained_graph(("absent",))
+
+
+def test_unknown_operators_are_named_before_anything_runs() -> None:
+    text = TRAINED.replace("h = MatMul(x, weight)", "h = Det(x)")
+    text = text.replace("Neg(h)", "com.example.Odd(h)").replace(
+        '"" : 24', '"" : 24, "com.example" : 1'
+    )
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    assert unknown_operators(model) == ["ai.onnx::Det", "com.example::Odd"]
+    with pytest.raises(UnsupportedModelError, match="ai.onnx::Det, com.example::Odd"):
+        TorchGraph(model)
+
+
+def test_inputs_of_attention_are_the_variants() -> None:
+    variant = VARIANTS[4]
+    graph = TorchGraph(ir.from_proto(one_node_model(variant)))
+    with pytest.raises(KeyError, match="key_mask"):
+        graph({name: torch.zeros(1) for name in present_inputs(variant) if name != "key_mask"})
