@@ -7,7 +7,7 @@ Parameters are written ``window:size=128,sinks=4``, or ``window:128`` for the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Protocol, Self, TypeVar
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.kernels.operator import OperatorVariant
+from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection, UsageError
 
@@ -169,6 +170,14 @@ class Method(Protocol[P]):
     def tensors(self, site: AttentionSite, params: P) -> Mapping[str, NDArray[np.generic]]:
         """Constants, by the name of the input they are; initializers ``<site>.<input>``."""
 
+    def candidates(
+        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+    ) -> Sequence[Any] | Rejection:
+        """Parameters worth measuring at these lengths, cheapest and least exact first.
+
+        The planner stops at the first whose error is negligible.
+        """
+
 
 class OneNode:
     """Base of methods that are exactly causal and one node without tensors, or nearly so."""
@@ -181,3 +190,8 @@ class OneNode:
 
     def tensors(self, site: AttentionSite, params: Any) -> Mapping[str, NDArray[np.generic]]:
         return {}
+
+    def candidates(
+        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+    ) -> Sequence[Any] | Rejection:
+        return Rejection("names no candidates; it is used by --force only")

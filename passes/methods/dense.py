@@ -7,9 +7,11 @@ Vaswani et al., 2017, https://arxiv.org/abs/1706.03762.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
@@ -43,6 +45,11 @@ class DenseMethod(OneNode):
             window_right=site.mask.window_right,
             has_key_mask=site.mask.key_padding,
         )
+
+    def candidates(
+        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+    ) -> Sequence[DenseParameters] | Rejection:
+        return Rejection("it is the exact attention")
 
 
 METHOD = DenseMethod()

@@ -10,11 +10,13 @@ smoke test of the linear path and as a baseline.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from subquad.kernels.hybrid.feature_maps import ELU
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED
+from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
@@ -59,6 +61,11 @@ class EluMethod(OneNode):
             feature_map=ELU.name,
             has_key_mask=site.mask.key_padding,
         )
+
+    def candidates(
+        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+    ) -> Sequence[EluParameters] | Rejection:
+        return Rejection("its weights do not follow softmax's; it needs fine-tuning (use --force)")
 
 
 METHOD = EluMethod()

@@ -12,13 +12,23 @@ positions inside its cache), since the model around the site is left alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED
+from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, parameter
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
+
+SMALLEST_WINDOW = 64
+"""Smaller ones save little more: blocks of keys are at least this large."""
+
+LEAST_MASS = 0.6
+"""Mean over heads of the mass in window and sinks below which a window is not worth measuring."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,22 @@ class WindowMethod(OneNode):
             allowed_right=site.mask.window_right,
             has_key_mask=site.mask.key_padding,
         )
+
+    def candidates(
+        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+    ) -> Sequence[WindowParameters] | Rejection:
+        """Powers of two of which some head keeps most of its mass."""
+        found = []
+        for size, mass in statistics.window_mass.items():
+            kept = np.minimum(np.add(mass, statistics.sink_mass), 1.0)
+            if SMALLEST_WINDOW <= size < max(lengths) and kept.mean() >= LEAST_MASS:
+                found.append(WindowParameters(size=size))
+        if not found:
+            return Rejection(
+                f"no window of up to {max(statistics.window_mass)} tokens below the length keeps "
+                f"{LEAST_MASS:.0%} of the attention's mass"
+            )
+        return found
 
 
 def _window(site: AttentionSite, params: WindowParameters) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,3 +111,11 @@ class AttentionSite:
         from dataclasses import asdict
 
         return asdict(self) | {"mask_text": self.mask.describe()}
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> AttentionSite:
+        """What :meth:`to_json` wrote, from a manifest that was read with its checks."""
+        fields = {key: value for key, value in raw.items() if key != "mask_text"}
+        fields["mask"] = MaskPredicate(**raw["mask"])
+        fields["proof"] = Proof(**raw["proof"])
+        return AttentionSite(**fields)

@@ -1,0 +1,1 @@
+"""Measure on real activations what a replacement would cost in accuracy."""

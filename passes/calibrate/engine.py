@@ -1,0 +1,308 @@
+"""Run a split model with a method of choice at every attention.
+
+Every attention runs as a model of its own, made by the passes that make the artifact: what is
+measured is what ships. Batches go through the model side by side, one segment at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from subquad.kernels.host.build import KernelBuild, Library
+from subquad.kernels.operator import DOMAIN, OperatorVariant
+from subquad.passes.calibrate.segments import IR_VERSION, Piece, SplitModel, SplitSite
+from subquad.passes.lower import lower_sites
+from subquad.passes.methods import dense
+from subquad.passes.plan import Assignment
+from subquad.passes.replace import replace_sites
+from subquad.runtime.session import QUIET_THREADS, open_session, run_session
+
+Array = NDArray[Any]
+State = dict[str, Array]
+"""Values that exist at one moment of a run of one batch."""
+
+Visitor = Callable[[int, Sequence[State]], None]
+"""Called before a site runs, with its rank and the states of all batches."""
+
+Finish = Callable[[int, Mapping[str, Array]], None]
+"""Called with each batch's number and outputs."""
+
+_SITE = "site"
+
+BLOCK_OFFSETS = "block_offsets"
+"""Output of a selector, int32: where each list of blocks begins, and the number of all blocks."""
+
+
+@dataclass(frozen=True)
+class SiteResult:
+    """One attention on one batch.
+
+    Attributes:
+        output: as the site's node makes it.
+        kept_blocks: how many blocks of keys a selector has kept; ``None`` without one.
+    """
+
+    output: NDArray[np.float32]
+    kept_blocks: int | None = None
+
+
+@dataclass
+class _Opened:
+    session: Any
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass
+class Engine:
+    """Runs the pieces of one split model; keeps the sessions it has opened.
+
+    Attributes:
+        split: the model.
+        folder: of its data file.
+        threads: per operator; ``None`` = ONNX Runtime's choice.
+        kernels: libraries that serve some variants; by default everything runs as functions.
+        weights: initializers to run with instead of the model's own.
+    """
+
+    split: SplitModel
+    folder: Path
+    threads: int | None = None
+    kernels: KernelBuild = field(default_factory=KernelBuild)
+    weights: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    _pieces: dict[str, _Opened] = field(default_factory=dict)
+    _attentions: dict[str, _Opened] = field(default_factory=dict)
+    _texts: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def run(
+        self,
+        batches: Sequence[Mapping[str, Array]],
+        plan: Mapping[int, Assignment],
+        *,
+        visit: Visitor | None = None,
+        finish: Finish | None = None,
+    ) -> None:
+        """All batches through the model.
+
+        Args:
+            batches: graph input -> array.
+            plan: rank of a site -> what computes it; the others are exact.
+            visit: sees the states before each site.
+            finish: takes the outputs; without it the run ends at the last site.
+        """
+        states: list[State] = [dict(feeds) for feeds in batches]
+        self._forward(states, 0, plan, visit, finish)
+
+    def run_from(
+        self,
+        rank: int,
+        states: Sequence[State],
+        outputs: Sequence[Array],
+        plan: Mapping[int, Assignment],
+        *,
+        finish: Finish,
+    ) -> None:
+        """The rest of the model after site ``rank`` gave ``outputs``; ``states`` are left alone."""
+        copies = [dict(state) for state in states]
+        for state, output in zip(copies, outputs, strict=True):
+            self._settle(rank, state, output)
+        self._forward(copies, rank + 1, plan, None, finish)
+
+    def attention(self, rank: int, state: State, assignment: Assignment | None) -> SiteResult:
+        """Site ``rank`` computed by ``assignment``, or exactly."""
+        split_site = self.split.sites[rank]
+        values = {role: state[name] for role, name in split_site.inputs.items()}
+        opened = self._attention(split_site, assignment, values)
+        feeds = {role: values[role] for role in opened.inputs}
+        output, *rest = run_session(opened.session, feeds, opened.outputs)
+        kept = int(rest[0].max()) if rest else None
+        return SiteResult(output, kept)
+
+    def project(self, rank: int, state: State, output: Array) -> tuple[Array, Array | None]:
+        """The attention's output after its projection, and the residual stream with it.
+
+        A site without a known projection: ``output`` itself, and no stream.
+        """
+        projection = self.split.sites[rank].projection
+        if isinstance(projection, str):
+            return output, None
+        values = {**state, self.split.sites[rank].output: output}
+        opened = self._piece(f"projection {rank}", projection.piece, values)
+        feeds = {name: values[name] for name in opened.inputs}
+        found = dict(
+            zip(opened.outputs, run_session(opened.session, feeds, opened.outputs), strict=True)
+        )
+        stream = found[projection.stream] if projection.stream is not None else None
+        return found[projection.output], stream
+
+    # --- running ---
+
+    def _forward(
+        self,
+        states: list[State],
+        first: int,
+        plan: Mapping[int, Assignment],
+        visit: Visitor | None,
+        finish: Finish | None,
+    ) -> None:
+        last = len(self.split.sites)
+        for rank in range(first, last):
+            for state in states:
+                self._segment(rank, state)
+            if visit is not None:
+                visit(rank, states)
+            for state in states:
+                self._settle(rank, state, self.attention(rank, state, plan.get(rank)).output)
+        if finish is None:
+            return
+        for number, state in enumerate(states):
+            # One by one: logits are larger than everything else.
+            copy = dict(state)
+            self._segment(last, copy)
+            finish(number, {name: copy[name] for name in self.split.output_names})
+
+    def _segment(self, rank: int, state: State) -> None:
+        piece = self.split.segments[rank]
+        if not piece.nodes:
+            return
+        opened = self._piece(f"segment {rank}", piece, state)
+        feeds = {name: state[name] for name in opened.inputs}
+        values = run_session(opened.session, feeds, opened.outputs)
+        state.update(zip(opened.outputs, values, strict=True))
+
+    def _settle(self, rank: int, state: State, output: Array) -> None:
+        """Put a site's output into the state and forget what nobody reads any more."""
+        state[self.split.sites[rank].output] = output
+        for name in self.split.dead[rank]:
+            state.pop(name, None)
+
+    def _piece(self, key: str, piece: Piece, state: Mapping[str, Array]) -> _Opened:
+        if key not in self._pieces:
+            dtypes = {name: state[name].dtype for name in piece.inputs}
+            model = self.split.model_of(piece, dtypes, self.weights)
+            session = self._open(model)
+            self._pieces[key] = _Opened(session, piece.inputs, piece.outputs)
+        return self._pieces[key]
+
+    def _attention(
+        self, split_site: SplitSite, assignment: Assignment | None, values: Mapping[str, Array]
+    ) -> _Opened:
+        text = "" if assignment is None else assignment.text
+        place = (split_site.site.index, text)
+        if place not in self._texts:
+            dtypes = {role: array.dtype for role, array in values.items()}
+            model, inputs, outputs, served = _site_model(
+                self.split, split_site, assignment, dtypes, self.kernels
+            )
+            key = hashlib.sha256(model).hexdigest()
+            if key not in self._attentions:
+                libraries = self._libraries() if served else ()
+                session = self._open(model, libraries)
+                self._attentions[key] = _Opened(session, inputs, outputs)
+            self._texts[place] = key
+        return self._attentions[self._texts[place]]
+
+    def _libraries(self) -> tuple[Path, ...]:
+        best: Library = self.kernels.libraries[-1]
+        return (best.path,)
+
+    def _open(self, model: bytes, libraries: Sequence[Path] = ()) -> Any:
+        return open_session(
+            model,
+            folder=self.folder,
+            threads=self.threads,
+            config=QUIET_THREADS,
+            libraries=libraries,
+        )
+
+
+def site_variants(assignment: Assignment) -> tuple[OperatorVariant, ...]:
+    """Operators that compute a site, the attention last."""
+    method, site, params = assignment.method, assignment.site, assignment.params
+    return (*method.prepare(site, params), method.lower(site, params))
+
+
+def _site_model(
+    split: SplitModel,
+    split_site: SplitSite,
+    assignment: Assignment | None,
+    dtypes: Mapping[str, np.dtype[np.generic]],
+    kernels: KernelBuild,
+) -> tuple[bytes, tuple[str, ...], tuple[str, ...], bool]:
+    """Model of one attention: its bytes, inputs by role, outputs, and whether it has kernels."""
+    model = _exact_model(split, split_site, dtypes)
+    site = dataclasses.replace(split_site.site, name=_SITE)
+    if assignment is None:
+        assignment = Assignment(site, dense.METHOD, dense.DenseParameters())
+    variants = replace_sites(model, [dataclasses.replace(assignment, site=site)])
+    lower_sites(model, variants, {key: "kernel" for key in kernels.served}, kernels.declined)
+    offsets = _offsets(model)
+    if offsets is not None:
+        model.graph.outputs.append(offsets)
+    read = {value for node in model.graph for value in node.inputs if value is not None}
+    for value in list(model.graph.inputs):
+        if value not in read:
+            model.graph.inputs.remove(value)
+    _name_values(model)
+    served = any((node.op_type, node.overload) in kernels.served for node in model.graph)
+    inputs = tuple(str(value.name) for value in model.graph.inputs)
+    outputs = tuple(str(value.name) for value in model.graph.outputs)
+    return ir.to_proto(model).SerializeToString(deterministic=True), inputs, outputs, served
+
+
+def _exact_model(
+    split: SplitModel, split_site: SplitSite, dtypes: Mapping[str, np.dtype[np.generic]]
+) -> ir.Model:
+    """The raised node alone, its inputs named by role."""
+    roles = {name: role for role, name in split_site.inputs.items()}
+    node = onnx.NodeProto()
+    node.CopyFrom(split_site.node)
+    node.name = _SITE
+    for place, name in enumerate(node.input):
+        node.input[place] = roles.get(name, "")
+    node.output[0] = "output"
+    del node.output[1:]
+    inputs = [
+        onnx.helper.make_tensor_value_info(
+            role, onnx.helper.np_dtype_to_tensor_dtype(dtypes[role]), None
+        )
+        for role in split_site.inputs
+    ]
+    output = onnx.helper.make_tensor_value_info("output", onnx.TensorProto.FLOAT, None)
+    graph = onnx.helper.make_graph([node], _SITE, inputs, [output])
+    model = onnx.helper.make_model(graph, ir_version=IR_VERSION, functions=[split_site.function])
+    model.opset_import.clear()
+    model.opset_import.extend(split.opsets)
+    return ir.from_proto(model)
+
+
+def _name_values(model: ir.Model) -> None:
+    """Names by place, so that equal attentions give equal models."""
+    for index, node in enumerate(model.graph):
+        node.name = f"node{index}"
+        for slot, value in enumerate(node.outputs):
+            value.name = f"value{index}_{slot}"
+
+
+def _offsets(model: ir.Model) -> ir.Value | None:
+    """The block offsets that the attention reads, if it does."""
+    for node in model.graph:
+        if node.domain != DOMAIN:
+            continue
+        function = model.functions.get(node.op_identifier())
+        if function is None:
+            continue
+        for value, parameter in zip(node.inputs, function.inputs, strict=False):
+            if parameter.name == BLOCK_OFFSETS and value is not None:
+                return value
+    return None

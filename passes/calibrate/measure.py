@@ -1,0 +1,407 @@
+"""What every candidate of every attention would cost in accuracy, measured on activations.
+
+The exact model runs once over the calibration inputs, layer by layer. At each attention
+
+* the heads' statistics are taken, and every method names its candidates from them;
+* each candidate computes the attention; its error is the relative change of the residual stream
+  after the output projection (heads whose projection is small are cheap to replace);
+* one candidate is followed to the end of the model on short inputs. Damage grows with the square
+  of a small error, so this one run tells how much damage an error here does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subquad.kernels.operator import UNLIMITED
+from subquad.passes.calibrate.engine import Engine, State, site_variants
+from subquad.passes.calibrate.score import Scorer
+from subquad.passes.calibrate.statistics import SiteStatistics, StatisticsCollector
+from subquad.passes.methods import METHODS, get_method, method_text, parse_method
+from subquad.passes.methods.base import Method
+from subquad.passes.plan import DENSE, Assignment
+from subquad.passes.prices import Prices, Shape
+from subquad.passes.recognise.site import AttentionSite, MaskPredicate
+from subquad.runtime.errors import Rejection
+from subquad.runtime.manifest import Manifest
+from subquad.runtime.samples import Batch
+
+NEGLIGIBLE = 1e-4
+"""Relative error at which a method's more expensive candidates are not tried any more."""
+
+SMALLEST_DAMAGE = 1e-9
+"""Below it a damage is rounding; the sensitivity is then taken from the worst candidate."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One replacement of one site.
+
+    Attributes:
+        text: the method with its parameters.
+        errors: length -> relative error in the residual stream.
+        densities: length -> share of the visible key blocks that a selector keeps; 1 without one.
+        price: sum over the lengths.
+    """
+
+    text: str
+    errors: Mapping[int, float]
+    densities: Mapping[int, float]
+    price: float
+
+    @property
+    def error(self) -> float:
+        """Worst length."""
+        return max(self.errors.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "method": self.text,
+            "errors": {str(length): error for length, error in self.errors.items()},
+            "densities": {str(length): value for length, value in self.densities.items()},
+            "price": self.price,
+        }
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> Candidate:
+        return Candidate(
+            raw["method"],
+            {int(length): error for length, error in raw["errors"].items()},
+            {int(length): value for length, value in raw["densities"].items()},
+            raw["price"],
+        )
+
+
+@dataclass(frozen=True)
+class SiteMeasurement:
+    """Everything measured at one site.
+
+    Attributes:
+        name, index: of the site.
+        exact_price: of the attention as it is, over all lengths.
+        sensitivity: damage per squared error; ``None`` if there was nothing to follow.
+        error_in: where errors are measured: ``residual stream``, ``projection`` or ``heads``.
+        statistics: of its heads.
+        candidates: in the order of their methods.
+        declined: method -> why it has no candidate here.
+    """
+
+    name: str
+    index: int
+    exact_price: float
+    sensitivity: float | None
+    error_in: str
+    statistics: SiteStatistics
+    candidates: tuple[Candidate, ...]
+    declined: Mapping[str, str]
+
+    def damage(self, candidate: Candidate | None) -> float:
+        """Predicted damage of one candidate; exact attention does none."""
+        if candidate is None:
+            return 0.0
+        return (self.sensitivity or 0.0) * candidate.error**2
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "index": self.index,
+            "exact_price": self.exact_price,
+            "sensitivity": self.sensitivity,
+            "error_in": self.error_in,
+            "statistics": self.statistics.to_json(),
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+            "declined": dict(self.declined),
+        }
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> SiteMeasurement:
+        return SiteMeasurement(
+            name=raw["name"],
+            index=raw["index"],
+            exact_price=raw["exact_price"],
+            sensitivity=raw["sensitivity"],
+            error_in=raw["error_in"],
+            statistics=SiteStatistics.from_json(raw["statistics"]),
+            candidates=tuple(Candidate.from_json(item) for item in raw["candidates"]),
+            declined=raw["declined"],
+        )
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is measured.
+
+    Attributes:
+        manifest: of the exact model.
+        lengths: the user's.
+        batch: rows at which prices are taken.
+        prices: see there.
+        strict_causal: only methods that are causal to the token.
+        methods: names of the methods to try; empty = all.
+    """
+
+    manifest: Manifest
+    lengths: tuple[int, ...]
+    batch: int
+    prices: Prices
+    strict_causal: bool = False
+    methods: tuple[str, ...] = ()
+
+
+def measure_sites(
+    engine: Engine,
+    question: Question,
+    calibration: Sequence[Batch],
+    probes: Sequence[Batch],
+    *,
+    known: Mapping[int, SiteMeasurement],
+    done: Callable[[int, SiteMeasurement], None],
+) -> None:
+    """Measure all sites that are not ``known``.
+
+    Args:
+        engine: of the exact model.
+        question: what to measure.
+        calibration: at the user's lengths.
+        probes: short inputs, followed to the end of the model.
+        known: rank -> measured before.
+        done: called with each new measurement.
+    """
+    scorer = Scorer(question.manifest, probes)
+    if len(known) < len(engine.split.sites):
+        scorer.teach(lambda finish: engine.run([b.feeds for b in probes], {}, finish=finish))
+
+    def visit(rank: int, states: Sequence[State]) -> None:
+        if rank in known:
+            return
+        measuring = _Site(engine, question, rank, calibration, probes, scorer)
+        done(rank, measuring.run(states))
+
+    # Sites beyond the last unknown one need no run.
+    if len(known) < len(engine.split.sites):
+        engine.run([b.feeds for b in (*calibration, *probes)], {}, visit=visit)
+
+
+class _Site:
+    """Measures one site."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        question: Question,
+        rank: int,
+        calibration: Sequence[Batch],
+        probes: Sequence[Batch],
+        scorer: Scorer,
+    ) -> None:
+        self._engine = engine
+        self._question = question
+        self._rank = rank
+        self._split_site = engine.split.sites[rank]
+        self._site = self._split_site.site
+        self._calibration = calibration
+        self._probes = probes
+        self._scorer = scorer
+
+    def run(self, states: Sequence[State]) -> SiteMeasurement:
+        count = len(self._calibration)
+        measured, probes = states[:count], states[count:]
+        statistics = self._statistics(measured)
+        exact = [self._engine.attention(self._rank, state, None).output for state in measured]
+        projected = [
+            self._engine.project(self._rank, state, output)
+            for state, output in zip(measured, exact, strict=True)
+        ]
+        candidates: list[Candidate] = []
+        declined: dict[str, str] = {}
+        for method in METHODS:
+            wanted = not self._question.methods or method.name in self._question.methods
+            if method.name == DENSE or not wanted:
+                continue
+            found = self._method(method, statistics, measured, projected)
+            if isinstance(found, Rejection):
+                declined[method.name] = found.reason
+            else:
+                candidates += found
+        whole = any(stream is not None for _, stream in projected)
+        known = not isinstance(self._split_site.projection, str)
+        where = "residual stream" if whole else "projection" if known else "heads"
+        return SiteMeasurement(
+            name=self._site.name,
+            index=self._site.index,
+            exact_price=self._exact_price(),
+            sensitivity=self._sensitivity(candidates, probes),
+            error_in=where,
+            statistics=statistics,
+            candidates=tuple(candidates),
+            declined=declined,
+        )
+
+    def _statistics(self, states: Sequence[State]) -> SiteStatistics:
+        collector = StatisticsCollector(self._site)
+        for state in states:
+            collector.add({role: state[name] for role, name in self._split_site.inputs.items()})
+        return collector.result()
+
+    def _exact_price(self) -> float:
+        exact = get_method(DENSE)
+        price = self._price(Assignment(self._site, exact, exact.parameters()), {})
+        assert not isinstance(price, Rejection), price
+        return price
+
+    def _method(
+        self,
+        method: Method[Any],
+        statistics: SiteStatistics,
+        states: Sequence[State],
+        projected: Sequence[tuple[NDArray[Any], NDArray[Any] | None]],
+    ) -> list[Candidate] | Rejection:
+        """The ladder of one method, cheapest first, until the error is negligible."""
+        ladder = method.candidates(self._site, statistics, self._question.lengths)
+        if isinstance(ladder, Rejection):
+            return ladder
+        found: list[Candidate] = []
+        refusal = Rejection("has no candidate at these lengths")
+        for params in ladder:
+            text = method_text(method, params)
+            granularity = method.causal_granularity(params)
+            refused = method.supports(self._site, params)
+            if self._question.strict_causal and granularity != 1:
+                refused = Rejection(f"causal only in blocks of {granularity} tokens")
+            if refused is not None:
+                refusal = refused
+                continue
+            assignment = Assignment(self._site, method, params)
+            candidate = self._candidate(text, assignment, states, projected)
+            if isinstance(candidate, Rejection):
+                refusal = candidate
+                continue
+            found.append(candidate)
+            if candidate.error < NEGLIGIBLE:
+                break
+        return found or refusal
+
+    def _candidate(
+        self,
+        text: str,
+        assignment: Assignment,
+        states: Sequence[State],
+        projected: Sequence[tuple[NDArray[Any], NDArray[Any] | None]],
+    ) -> Candidate | Rejection:
+        price = self._price(assignment, {})
+        if isinstance(price, Rejection):
+            return price
+        selects = any(hasattr(variant, "block") for variant in site_variants(assignment))
+        if not selects and price >= self._exact_price():
+            return Rejection(f"{text} costs as much as the exact attention at these lengths")
+        squares: dict[int, list[float]] = {}
+        densities: dict[int, list[float]] = {}
+        for batch, state, (output, stream) in zip(
+            self._calibration, states, projected, strict=True
+        ):
+            result = self._engine.attention(self._rank, state, assignment)
+            moved, _ = self._engine.project(self._rank, state, result.output)
+            base = output if stream is None else stream
+            sums = squares.setdefault(batch.length, [0.0, 0.0])
+            sums[0] += _square(moved - output)
+            sums[1] += _square(base)
+            if result.kept_blocks is not None:
+                share = self._density(assignment, state, result.kept_blocks)
+                densities.setdefault(batch.length, []).append(share)
+        means = {length: float(np.mean(shares)) for length, shares in densities.items()}
+        price = self._price(assignment, means)
+        if isinstance(price, Rejection):
+            return price
+        errors = {
+            n: math.sqrt(error / base) if base else 0.0 for n, (error, base) in squares.items()
+        }
+        return Candidate(text, errors, means, price)
+
+    def _price(self, assignment: Assignment, densities: Mapping[int, float]) -> float | Rejection:
+        question = self._question
+        return site_price(assignment, question.lengths, question.batch, question.prices, densities)
+
+    def _density(self, assignment: Assignment, state: State, kept: int) -> float:
+        query, key = (state[self._split_site.inputs[role]] for role in ("query", "key"))
+        block = int(next(v.block for v in site_variants(assignment) if hasattr(v, "block")))
+        visible = visible_blocks(self._site.mask, query.shape[2], key.shape[2], block)
+        return float(kept / max(1, query.shape[0] * query.shape[1] * visible))
+
+    def _sensitivity(
+        self, candidates: Sequence[Candidate], probes: Sequence[State]
+    ) -> float | None:
+        """Damage per squared error, from the candidate of middle error."""
+        ordered = sorted(candidates, key=lambda item: item.error)
+        if not ordered:
+            return None
+        for chosen in (ordered[len(ordered) // 2], ordered[-1]):
+            damage, error = self._follow(chosen, probes)
+            if damage > SMALLEST_DAMAGE and error > 0:
+                break
+        return damage / error**2 if error > 0 else 0.0
+
+    def _follow(self, candidate: Candidate, probes: Sequence[State]) -> tuple[float, float]:
+        assignment = assignment_of(self._site, candidate.text)
+        changed, error, base = [], 0.0, 0.0
+        for state in probes:
+            exact = self._engine.attention(self._rank, state, None).output
+            output = self._engine.attention(self._rank, state, assignment).output
+            changed.append(output)
+            before, stream = self._engine.project(self._rank, state, exact)
+            after, _ = self._engine.project(self._rank, state, output)
+            error += _square(after - before)
+            base += _square(before if stream is None else stream)
+        score = self._scorer.score(
+            lambda finish: self._engine.run_from(self._rank, probes, changed, {}, finish=finish)
+        )
+        return score.damage, math.sqrt(error / base) if base else 0.0
+
+
+def site_price(
+    assignment: Assignment,
+    lengths: Sequence[int],
+    batch: int,
+    prices: Prices,
+    densities: Mapping[int, float],
+) -> float | Rejection:
+    """Sum over lengths; a length without a density takes that of the nearest one."""
+    total = 0.0
+    for length in lengths:
+        nearest = min(densities, key=lambda n: abs(n - length), default=None)
+        density = 1.0 if nearest is None else densities[nearest]
+        price = prices.price(site_variants(assignment), Shape(batch, length, density))
+        if isinstance(price, Rejection):
+            return price
+        total += price
+    return total
+
+
+def assignment_of(site: AttentionSite, text: str) -> Assignment:
+    """``text`` applied to ``site``."""
+    method, params = parse_method(text)
+    return Assignment(site, method, params)
+
+
+def visible_blocks(mask: MaskPredicate, query_len: int, kv_len: int, block: int) -> int:
+    """Pairs of a query block and a key block of which some query sees some key."""
+    offset = kv_len - query_len if mask.alignment == "end" else 0
+    first = np.arange(0, query_len, block) + offset
+    last = np.minimum(first + block, query_len + offset) - 1
+    low = np.zeros_like(first)
+    if mask.window_left != UNLIMITED:
+        low = np.maximum(first - mask.window_left, 0) // block
+    high = np.full_like(first, (kv_len - 1) // block)
+    if mask.window_right != UNLIMITED:
+        high = np.minimum(last + mask.window_right, kv_len - 1) // block
+    return int(np.maximum(high - low + 1, 0).sum())
+
+
+def _square(values: NDArray[Any]) -> float:
+    flat = np.ravel(values)
+    return float(np.dot(flat, flat))

@@ -1,0 +1,189 @@
+"""What an attention costs: seconds from a table of measurements, or counted operations.
+
+FLOPs are those the formula needs: a multiplication and an addition each count as one, hidden keys
+count nothing. Memory is the state that decoding keeps per sequence, in bytes of float32: keys and
+values as far back as they are read, and the sums of a linear part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Literal, Protocol, get_args
+
+from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.operator import UNLIMITED, OperatorVariant
+from subquad.runtime.errors import Rejection, UsageError
+
+Objective = Literal["latency", "memory", "flops"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+CHUNK = 64
+"""Of a linear part: each query reads half a chunk of keys one by one, and the sums for the rest."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an attention is run on.
+
+    Attributes:
+        batch, length: rows, and queries = keys in a row.
+        density: share of the visible keys that a selector keeps.
+    """
+
+    batch: int
+    length: int
+    density: float = 1.0
+
+
+class Prices(Protocol):
+    """Prices in one unit."""
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Where they come from, and why not from something better."""
+
+    def price(self, variants: Sequence[OperatorVariant], shape: Shape) -> float | Rejection:
+        """Of all operators of one attention."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Prices by counting."""
+
+    objective: Literal["memory", "flops"]
+    source: str
+    count: Callable[[OperatorVariant, Shape], float | Rejection]
+
+    @property
+    def unit(self) -> str:
+        return "bytes" if self.objective == "memory" else "FLOPs"
+
+    def price(self, variants: Sequence[OperatorVariant], shape: Shape) -> float | Rejection:
+        total = 0.0
+        for variant in variants:
+            one = self.count(variant, shape)
+            if isinstance(one, Rejection):
+                return one
+            total += one
+        return total
+
+
+def counted_flops(source: str = "FLOPs were asked for") -> Counted:
+    return Counted("flops", source, flops)
+
+
+def counted_memory() -> Counted:
+    return Counted("memory", "memory was asked for", state_bytes)
+
+
+def choose_prices(objective: Objective, threads: int | None) -> Prices:
+    """Prices of ``objective``; latency falls back to FLOPs where no table of times exists.
+
+    Raises:
+        UsageError: unknown objective.
+    """
+    if objective not in OBJECTIVES:
+        raise UsageError(f"Unknown objective {objective!r}; use {', '.join(OBJECTIVES)}.")
+    if objective == "memory":
+        return counted_memory()
+    if objective == "flops":
+        return counted_flops()
+    return counted_flops("FLOPs instead of latency: this machine has no table of measured times")
+
+
+@singledispatch
+def flops(variant: OperatorVariant, shape: Shape) -> float | Rejection:
+    """Floating-point operations of one operator."""
+    return Rejection(f"the FLOPs of {variant.op_type} are not known")
+
+
+@singledispatch
+def state_bytes(variant: OperatorVariant, shape: Shape) -> float | Rejection:
+    """Bytes that decoding keeps after ``shape.length`` tokens."""
+    return Rejection(f"the memory of {variant.op_type} is not known")
+
+
+@flops.register
+def _(variant: AttentionVariant, shape: Shape) -> float | Rejection:
+    keys = band_keys(shape.length, variant.window_left, variant.window_right)
+    width = variant.num_heads * (variant.head_dim + variant.value_dim)
+    return 2.0 * shape.batch * shape.length * keys * width
+
+
+@state_bytes.register
+def _(variant: AttentionVariant, shape: Shape) -> float | Rejection:
+    return shape.batch * _cache(variant, shape.length, variant.window_left, 0)
+
+
+@flops.register
+def _(variant: HybridVariant, shape: Shape) -> float | Rejection:
+    keys = 0.0
+    if variant.has_window:
+        keys = band_keys(shape.length, variant.window_left, variant.window_right)
+    keys += _far_sinks(shape.length, variant.window_left, variant.sinks)
+    width = variant.num_heads * (variant.head_dim + variant.value_dim)
+    exact = 2.0 * keys * width
+    features = _features(variant)
+    near = CHUNK * variant.num_heads * (features + variant.value_dim) if features else 0
+    sums = 4.0 * features * variant.value_dim * variant.num_heads
+    return shape.batch * shape.length * (exact + near + sums + _map_flops(variant, features))
+
+
+@state_bytes.register
+def _(variant: HybridVariant, shape: Shape) -> float | Rejection:
+    window = variant.window_left if variant.has_window else -2
+    kept = _cache(variant, shape.length, window, variant.sinks)
+    features = _features(variant)
+    return shape.batch * (kept + 4.0 * variant.num_kv_heads * features * (variant.value_dim + 1))
+
+
+def band_keys(length: int, left: int, right: int) -> float:
+    """Mean number of keys that a query of a whole sequence sees in a band."""
+
+    def one_side(limit: int) -> float:
+        reach = length - 1 if limit == UNLIMITED else min(limit, length - 1)
+        # Mean over queries of min(reach, distance to the border).
+        return reach - reach * (reach + 1) / 2 / length
+
+    return 1.0 + one_side(left) + one_side(right)
+
+
+def _far_sinks(length: int, left: int, sinks: int) -> float:
+    """Mean number of sinks before a query's window; ``left`` = -1: there is no window."""
+    beyond = max(0, length - 1 - left)  # queries whose window does not reach the first token
+    rising = min(sinks, beyond)
+    return (rising * (rising + 1) / 2 + sinks * (beyond - rising)) / length
+
+
+def _cache(variant: AttentionVariant | HybridVariant, length: int, left: int, sinks: int) -> float:
+    """Bytes of keys and values that later queries read; ``left`` = -2: none but the sinks."""
+    keys = length if left == UNLIMITED else min(length, left + 1 + sinks)
+    return 4.0 * keys * variant.num_kv_heads * (variant.head_dim + variant.value_dim)
+
+
+def _features(variant: HybridVariant) -> int:
+    from subquad.kernels.hybrid.feature_maps import get_feature_map
+
+    return variant.head_dim if get_feature_map(variant.feature_map) is not None else 0
+
+
+def _map_flops(variant: HybridVariant, features: int) -> float:
+    return 0.0
+
+
+def cheapest_length(
+    price: Callable[[int], float], exact: Callable[[int], float], lengths: Sequence[int]
+) -> int | None:
+    """The least of ``lengths`` from which on ``price`` stays below ``exact``; ``None``: never."""
+    crossing = None
+    for length in sorted(lengths, reverse=True):
+        if price(length) >= exact(length):
+            break
+        crossing = length
+    return crossing
