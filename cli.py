@@ -149,6 +149,77 @@ def _execution(function: Callable[..., None]) -> Callable[..., None]:
     return provider(threads(kernels(function)))
 
 
+def _planning(function: Callable[..., None]) -> Callable[..., None]:
+    """What a plan is made for; see ``_plan_request``."""
+    options = (
+        click.option(
+            "--budget",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="Limit to keep on held-out data: ppl=1%, kl=0.02, top1, cosine, rel, or "
+            "metric=module:function,drop=0.5; repeat or separate by commas.",
+        ),
+        click.option(
+            "--minimize",
+            type=click.Choice(["latency", "memory", "flops"]),
+            default="latency",
+            show_default=True,
+            help="What the plan saves.",
+        ),
+        click.option(
+            "--lengths",
+            type=_IntList(),
+            default="2048",
+            show_default=True,
+            help="Tokens per row that matter to you; prices and errors are taken there.",
+        ),
+        click.option(
+            "--batch",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            help="Rows at which prices are taken.",
+        ),
+        click.option(
+            "--data",
+            multiple=True,
+            type=click.Path(path_type=Path),
+            help="Inputs to calibrate on; part of them is held out. A text, .jsonl or .npz file, "
+            "or a folder of such files; may repeat.",
+        ),
+        click.option(
+            "--calibration-tokens",
+            type=click.IntRange(min=1),
+            help="Tokens per length to measure errors on [default: 8192].",
+        ),
+        click.option(
+            "--heldout-tokens",
+            type=click.IntRange(min=1),
+            help="Tokens per length to judge plans by [default: 16384].",
+        ),
+        click.option(
+            "--methods", type=_NameList(), help="Methods the plan may use [default: all]."
+        ),
+        click.option(
+            "--work",
+            type=click.Path(path_type=Path),
+            help="Folder for intermediate results; a later run goes on from them.",
+        ),
+        click.option("--threads", type=click.IntRange(min=1), help="Threads per operator."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _plan_request(**options: Any) -> Any:
+    _converter()  # says which extra is missing
+    from subquad.converter.planning import PlanRequest
+
+    given = {key: value for key, value in options.items() if value is not None}
+    return PlanRequest(**given)
+
+
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -219,6 +290,8 @@ Examples:
   subquad convert ./my-model out --force elu --sites 2-5
   subquad convert ./my-model out --force window:128@0-3 --force elu@4
   subquad convert my_package.models:build out
+  subquad convert ./my-model out --budget ppl=1% --lengths 4096 --data texts/
+  subquad convert ./my-model out --plan plan.json
 
 \b
 SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
@@ -234,6 +307,12 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     help="Replace attentions by this method; repeat it for several. Others stay exact.",
 )
 @click.option("--sites", metavar="SITES", help="Where the one --force without @SITES applies.")
+@click.option(
+    "--plan",
+    type=click.Path(path_type=Path),
+    help="Plan of `subquad plan`, as it is or edited, instead of --force.",
+)
+@_planning
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
 @click.option(
     "--require-sites",
@@ -269,6 +348,17 @@ def convert(
     output: Path,
     force: tuple[str, ...],
     sites: str | None,
+    plan: Path | None,
+    budget: tuple[str, ...],
+    minimize: str,
+    lengths: tuple[int, ...],
+    batch: int,
+    data: tuple[Path, ...],
+    calibration_tokens: int | None,
+    heldout_tokens: int | None,
+    methods: tuple[str, ...] | None,
+    work: Path | None,
+    threads: int | None,
     overwrite: bool,
     require_sites: str | None,
     allow_declined: bool,
@@ -279,24 +369,49 @@ def convert(
     as_json: bool,
 ) -> None:
     """Convert SOURCE into the artifact directory OUTPUT."""
+    if budget and (force or plan):
+        raise UsageError("--budget makes a plan; it goes neither with --force nor with --plan.")
+    shared: dict[str, Any] = {
+        "overwrite": overwrite,
+        "require_sites": require_sites,
+        "kernels": kernels,
+        "require_kernels": require_kernels,
+    }
     with _working() as progress:
-        report = (
-            _converter()
-            .convert(
+        if budget:
+            request = _plan_request(
+                budget=budget,
+                minimize=minimize,
+                lengths=lengths,
+                batch=batch,
+                data=data,
+                seed=seed,
+                strict_causal=strict_causal,
+                methods=methods,
+                calibration_tokens=calibration_tokens,
+                heldout_tokens=heldout_tokens,
+                threads=threads,
+            )
+            from subquad.converter.planning import convert_with_budget
+
+            converted = convert_with_budget(
+                source, output, request, work=work, progress=progress, **shared
+            )
+        else:
+            converted = _converter().convert(
                 source,
                 output,
                 force=_merge_sites(force, sites),
-                overwrite=overwrite,
-                require_sites=require_sites,
+                plan=plan,
                 allow_declined=allow_declined,
                 seed=seed,
                 strict_causal=strict_causal,
-                kernels=kernels,
-                require_kernels=require_kernels,
                 progress=progress,
+                **shared,
             )
-            .to_json()
-        )
+    report = converted.to_json()
+    if budget and report["planning"]["synthetic"]:
+        click.secho(f"warning: {report['planning']['data']}", fg="yellow", err=True)
     if as_json:
         _print_json(report)
         return
@@ -304,10 +419,101 @@ def convert(
     _print_source(console, report)
     _print_sites(console, report["sites"], converted=True)
     _print_rejections(console, report["rejections"])
+    if budget:
+        _print_plan(console, report["planning"])
     seconds = sum(report["seconds"].values())
     peak = report.get("peak_rss_bytes")
     console.print(f"wrote {report['output']} in {seconds:.1f} s, peak memory {_size(peak)}")
     console.print(f"next: subquad validate {report['output']}", style="dim")
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  subquad plan ./my-model --budget ppl=1% --lengths 4096,8000 --data texts/ --plan plan.json
+  subquad plan ./my-bert --budget cosine=0.99 --lengths 512 --data texts.jsonl
+  subquad convert ./my-model out --plan plan.json
+
+\b
+Data: texts, .jsonl with {"text": ...} lines, .npz with one array per input, or
+folders of them. Half of them is never calibrated on and judges the plan.
+Without data, inputs are made up, and the plan is worth as much.
+"""
+)
+@click.argument("source")
+@click.option(
+    "--plan",
+    "output",
+    type=click.Path(path_type=Path),
+    help="Write the plan to this file, to edit and to pass to `convert --plan`.",
+)
+@_planning
+@click.option(
+    "--require-sites",
+    metavar="N|all",
+    help="Fail (exit 5) unless this many attentions were recognised.",
+)
+@click.option(
+    "--strict-causal",
+    is_flag=True,
+    help="Exclude methods that are causal only between blocks of tokens.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
+@_common
+def plan(
+    source: str,
+    output: Path | None,
+    budget: tuple[str, ...],
+    minimize: str,
+    lengths: tuple[int, ...],
+    batch: int,
+    data: tuple[Path, ...],
+    calibration_tokens: int | None,
+    heldout_tokens: int | None,
+    methods: tuple[str, ...] | None,
+    work: Path | None,
+    threads: int | None,
+    require_sites: str | None,
+    strict_causal: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Choose a method for every attention of SOURCE within a budget, without converting."""
+    import tempfile
+
+    if output is not None and not output.parent.is_dir():
+        raise UsageError(f"Cannot write {output}: {output.parent} is no directory.")
+    request = _plan_request(
+        budget=budget,
+        minimize=minimize,
+        lengths=lengths,
+        batch=batch,
+        data=data,
+        seed=seed,
+        strict_causal=strict_causal,
+        methods=methods,
+        calibration_tokens=calibration_tokens,
+        heldout_tokens=heldout_tokens,
+        threads=threads,
+    )
+    from subquad.converter.planning import plan_source
+
+    with _working() as progress, tempfile.TemporaryDirectory(prefix="subquad-plan-") as scratch:
+        place = work or Path(scratch, "work")
+        report = plan_source(
+            source, request, work=place, require_sites=require_sites, progress=progress
+        )
+    if output is not None:
+        output.write_text(report.plan.dumps(), "utf-8")
+    if report.synthetic:
+        click.secho(f"warning: {report.data}", fg="yellow", err=True)
+    if as_json:
+        _print_json(report.to_json())
+        return
+    console = _console()
+    _print_plan(console, report.to_json())
+    if output is not None:
+        console.print(f"wrote {output}; next: subquad convert {source} OUT --plan {output}")
 
 
 @cli.command(
@@ -697,6 +903,51 @@ def _print_rejections(console: Console, rejections: Sequence[Mapping[str, str]])
     for item in rejections:
         where = item.get("where") or "?"
         console.print(f"  {where}: {item['reason']}", markup=False, highlight=False)
+
+
+def _print_plan(console: Console, report: Mapping[str, Any]) -> None:
+    """The plan of a planning report, per site and as a whole."""
+    found = report["plan"]
+    table = _table("attention", "method", ">saved", ">error", ">damage", ">pays from")
+    for site in found["sites"]:
+        chosen = next((c for c in site["candidates"] if c["method"] == site["method"]), None)
+        saved = 1 - site["price"] / site["exact_price"] if site["exact_price"] else 0.0
+        _add(
+            table,
+            site["name"],
+            site["method"],
+            f"{saved:.0%}",
+            _number(max(chosen["errors"].values()) if chosen else None),
+            _number(chosen["predicted_damage"] if chosen else None),
+            site.get("crossover_length") or "-",
+        )
+    console.print(table)
+    for site in found["sites"]:
+        if site["method"] == "dense":
+            console.print(f"{site['name']}: {site['why']}", markup=False, highlight=False)
+    prices, measured = found["prices"], found["measured"]
+    console.print(
+        f"saves {found['saving']:.1%} of the {prices['unit']} of all attentions at lengths "
+        f"{', '.join(map(str, found['lengths']))} ({prices['source']})",
+        markup=False,
+        highlight=False,
+    )
+    errors = measured["standard_errors"]
+    figures = ", ".join(
+        f"{name} {value:.4g}" + (f" +- {errors[name]:.2g}" if name in errors else "")
+        for name, value in measured["metrics"].items()
+    )
+    budget = ", ".join(found["budget"])
+    console.print(f"held out: {figures}; budget {budget}", markup=False, highlight=False)
+    for note in found["data"]["notes"]:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    seconds = sum(report["seconds"].values())
+    console.print(
+        f"data: {report['data']}; {found['runs']} plans run, {seconds:.1f} s, peak memory "
+        f"{_size(report['peak_rss_bytes'])}",
+        markup=False,
+        highlight=False,
+    )
 
 
 def _print_validation(result: ValidationResult) -> None:

@@ -60,6 +60,23 @@ def trace_factory(reference: str) -> TracedModel:
     Raises:
         UsageError: no such module or factory, or it does not follow the convention.
     """
+    target = load_object(reference)
+    try:
+        result = target() if callable(target) and not _is_module(target) else target
+    except (AttributeError, ImportError, OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{reference}: {type(error).__name__}: {error}.") from error
+    source = _as_source(result, reference)
+    return trace_module(
+        ModuleSource(source.module, source.example_inputs, source.dynamic_axes, reference)
+    )
+
+
+def load_object(reference: str) -> Any:
+    """What ``"package.module:name"`` or ``"path/to/file.py:name"`` names. This runs user code.
+
+    Raises:
+        UsageError: no such module or name, or its import fails.
+    """
     module_name, _, attribute = reference.rpartition(":")
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
@@ -70,7 +87,7 @@ def trace_factory(reference: str) -> TracedModel:
             target = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
-        result = target() if callable(target) and not _is_module(target) else target
+        return target
     except ModuleNotFoundError as error:
         raise UsageError(
             f"{reference}: cannot import {error.name!r}. The current directory and installed "
@@ -80,10 +97,6 @@ def trace_factory(reference: str) -> TracedModel:
         raise UsageError(f"{reference}: {type(error).__name__}: {error}.") from error
     finally:
         sys.path[:] = before
-    source = _as_source(result, reference)
-    return trace_module(
-        ModuleSource(source.module, source.example_inputs, source.dynamic_axes, reference)
-    )
 
 
 def _load_file(path: Path) -> Any:

@@ -37,6 +37,7 @@ from subquad.passes.canonicalise import canonicalise
 from subquad.passes.lower import LoweredSite, lower_sites
 from subquad.passes.methods import method_text
 from subquad.passes.plan import Assignment, Request, make_plan
+from subquad.passes.plan_file import PlanFile
 from subquad.passes.raise_attention import RaisedSites, raise_attention
 from subquad.passes.replace import SiteVariants, replace_sites
 from subquad.runtime.errors import (
@@ -46,6 +47,7 @@ from subquad.runtime.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from subquad.runtime.jsonable import json_ready
 from subquad.runtime.kernel_library import this_platform
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import (
@@ -80,7 +82,7 @@ _PACKAGES = (
 
 
 @dataclass
-class _Clock:
+class StageClock:
     """Seconds per stage, with progress for the user."""
 
     progress: Progress | None
@@ -123,18 +125,17 @@ class ConversionReport(InspectionReport):
         output: the artifact directory.
         files: as in the manifest.
         check: result of the smoke check in the child process.
+        facts: further entries, such as ``planning``.
     """
 
     output: str
     files: dict[str, dict[str, Any]]
     check: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {
-            "output": self.output,
-            "files": self.files,
-            "check": self.check,
-        }
+        entries = {"output": self.output, "files": self.files, "check": self.check}
+        return super().to_json() | entries | self.facts
 
 
 def inspect_source(source: Source, *, progress: Progress | None = None) -> InspectionReport:
@@ -143,7 +144,7 @@ def inspect_source(source: Source, *, progress: Progress | None = None) -> Inspe
     Raises:
         UsageError, UnsupportedModelError: as ``trace``.
     """
-    clock = _Clock(progress)
+    clock = StageClock(progress)
     traced, raised = _raised(source, clock)
     return InspectionReport(
         source=_source(traced),
@@ -160,6 +161,7 @@ def convert(
     *,
     force: Sequence[str] = (),
     sites: str | None = None,
+    plan: Path | PlanFile | None = None,
     overwrite: bool = False,
     require_sites: str | None = None,
     allow_declined: bool = False,
@@ -178,6 +180,7 @@ def convert(
         output: created; must be empty or absent unless ``overwrite``.
         force: ``METHOD[:params][@SITES]`` texts; later ones win. Sites not named stay exact.
         sites: pattern for texts without ``@SITES``.
+        plan: a plan, as ``plan_source`` makes it, instead of ``force``.
         overwrite: replace an older artifact, at the very end.
         require_sites: ``"all"`` or a number: fewer raised sites are an error.
         allow_declined: a forced method that declines a site is reported, not an error.
@@ -208,64 +211,119 @@ def convert(
             )
     if sites is not None and not requests:
         raise UsageError("a site pattern needs a method to apply: give --force METHOD as well")
-    needed = _parse_required(require_sites)
-    clock = _Clock(progress)
+    if plan is not None and requests:
+        raise UsageError("a plan says what every attention becomes; drop --force or --plan")
+    planned = PlanFile.read(plan) if isinstance(plan, Path) else plan
+    needed = parse_required(require_sites)
+    clock = StageClock(progress)
     with atomic_directory(output, overwrite=overwrite) as folder:
         traced, raised = _raised(source, clock)
-        _require(raised, needed)
+        require_raised(raised, needed)
         with clock.stage("plan"):
-            plan = make_plan(raised.sites, requests)
+            if planned is None:
+                assignments = make_plan(raised.sites, requests)
+            else:
+                assignments = planned.assignments(
+                    raised.sites, source_hash=traced.source_hash, strict_causal=strict_causal
+                )
             if not allow_declined:
-                _refuse_declined(plan)
-        with clock.stage("replace"):
-            variants = replace_sites(traced.model, plan)
-        built = KernelBuild()
-        if kernels == "cpu" or require_kernels:
-            with clock.stage("kernels"):
-                built = build_kernels([v for site in variants for v in site], templates=templates)
-                if require_kernels:
-                    _refuse_missing_kernels(plan, variants, built)
-        names = {key: _template_name(place) for key, place in built.served.items()}
-        lowered = lower_sites(traced.model, variants, names, built.declined)
-        records = tuple(
-            _site_record(assignment, site) for assignment, site in zip(plan, lowered, strict=True)
+                _refuse_declined(assignments)
+        report = write_artifact(
+            folder,
+            traced,
+            raised,
+            assignments,
+            clock,
+            shown_as=output,
+            seed=seed,
+            kernels=kernels,
+            require_kernels=require_kernels,
+            templates=templates,
         )
-        with clock.stage("emit"):
-            files, libraries = _write_libraries(built, folder)
-            files |= _write(traced, folder)
-            manifest = Manifest(
-                source=_source(traced),
-                versions=_versions(),
-                seed=seed,
-                inputs=traced.inputs,
-                outputs=traced.outputs,
-                sites=records,
-                rejections=_rejections(raised.rejections),
-                max_length=traced.max_length,
-                files=files,
-                kernels=libraries,
-            )
-            manifest.dump(folder / MANIFEST_NAME)
-        with clock.stage("check"):
-            check = check_artifact(folder, traced.sample_inputs, traced.sample_outputs)
-        report = ConversionReport(
-            source=manifest.source,
-            sites=tuple(asdict(record) for record in records),
-            rejections=manifest.rejections,
-            seconds=clock.seconds,
-            peak_rss_bytes=peak_rss_bytes(),
-            output=str(output),
-            files=files,
-            check=check,
-        )
-        text = json.dumps(report.to_json(), indent=1, sort_keys=True)
-        (folder / REPORT_NAME).write_text(text + "\n", "utf-8")
         if progress is not None:
             progress("publish", None)
     return report
 
 
-def _raised(source: Source, clock: _Clock) -> tuple[TracedModel, RaisedSites]:
+def write_artifact(
+    folder: Path,
+    traced: TracedModel,
+    raised: RaisedSites,
+    plan: Sequence[Assignment],
+    clock: StageClock,
+    *,
+    shown_as: Path,
+    seed: int,
+    kernels: KernelKind = "none",
+    require_kernels: bool = False,
+    templates: Mapping[str, str] = CPU_TEMPLATES,
+    facts: Mapping[str, Any] | None = None,
+    finish: Callable[[Path], Mapping[str, Any]] | None = None,
+) -> ConversionReport:
+    """Carry out ``plan`` and write the artifact into the empty ``folder``.
+
+    Args:
+        folder: see ``atomic_directory``.
+        traced, raised: the source; its model is modified.
+        plan: one assignment per site.
+        clock: takes the seconds of each stage.
+        shown_as: where ``folder`` will be.
+        seed, kernels, require_kernels, templates: as ``convert``.
+        facts: further entries of ``report.json``.
+        finish: looks at the checked artifact before its report is written; returns more entries.
+
+    Raises:
+        UnsupportedModelError: the written artifact fails its check.
+        TargetUnavailableError: kernels are required, and one cannot be built.
+    """
+    with clock.stage("replace"):
+        variants = replace_sites(traced.model, plan)
+    built = KernelBuild()
+    if kernels == "cpu" or require_kernels:
+        with clock.stage("kernels"):
+            built = build_kernels([v for site in variants for v in site], templates=templates)
+            if require_kernels:
+                _refuse_missing_kernels(plan, variants, built)
+    names = {key: _template_name(place) for key, place in built.served.items()}
+    lowered = lower_sites(traced.model, variants, names, built.declined)
+    records = tuple(
+        _site_record(assignment, site) for assignment, site in zip(plan, lowered, strict=True)
+    )
+    with clock.stage("emit"):
+        files, libraries = _write_libraries(built, folder)
+        files |= _write(traced, folder)
+        manifest = Manifest(
+            source=_source(traced),
+            versions=_versions(),
+            seed=seed,
+            inputs=traced.inputs,
+            outputs=traced.outputs,
+            sites=records,
+            rejections=_rejections(raised.rejections),
+            max_length=traced.max_length,
+            files=files,
+            kernels=libraries,
+        )
+        manifest.dump(folder / MANIFEST_NAME)
+    with clock.stage("check"):
+        check = check_artifact(folder, traced.sample_inputs, traced.sample_outputs)
+    report = ConversionReport(
+        source=manifest.source,
+        sites=tuple(asdict(record) for record in records),
+        rejections=manifest.rejections,
+        seconds=clock.seconds,
+        peak_rss_bytes=peak_rss_bytes(),
+        output=str(shown_as),
+        files=files,
+        check=check,
+        facts={**(facts or {}), **(finish(folder) if finish is not None else {})},
+    )
+    text = json.dumps(json_ready(report.to_json()), indent=1, sort_keys=True)
+    (folder / REPORT_NAME).write_text(text + "\n", "utf-8")
+    return report
+
+
+def _raised(source: Source, clock: StageClock) -> tuple[TracedModel, RaisedSites]:
     with clock.stage("trace"):
         traced = trace(source)
     with clock.stage("raise"):
@@ -274,7 +332,7 @@ def _raised(source: Source, clock: _Clock) -> tuple[TracedModel, RaisedSites]:
     return traced, raised
 
 
-def _parse_required(required: str | None) -> int | None:
+def parse_required(required: str | None) -> int | None:
     """``None``: at least one; a number; -1 for ``all``."""
     if required is None:
         return None
@@ -285,7 +343,7 @@ def _parse_required(required: str | None) -> int | None:
     return int(required)
 
 
-def _require(raised: RaisedSites, needed: int | None) -> None:
+def require_raised(raised: RaisedSites, needed: int | None) -> None:
     reasons = "; ".join(f"{r.where}: {r.reason}" for r in raised.rejections[:3])
     if needed == -1 and raised.rejections:
         raise ReplacementError(

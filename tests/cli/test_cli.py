@@ -144,6 +144,7 @@ def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
         "source": "m.onnx",
         "output": Path("out"),
         "force": ("window:8@0-3", "elu@4"),
+        "plan": None,
         "overwrite": True,
         "require_sites": "all",
         "allow_declined": True,

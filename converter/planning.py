@@ -1,0 +1,476 @@
+"""From a source and a budget to a plan, and on to the artifact.
+
+| stage | in -> out | kept in the work folder |
+|---|---|---|
+| base | source -> exact artifact | ``base-*/`` |
+| data | files -> calibration and held-out inputs | |
+| measure | each attention -> errors and prices of its candidates | ``sites-*/`` |
+| search | plans -> what each does to held-out outputs | ``runs-*/`` |
+| convert | plan -> artifact, measured once more as it ships | |
+
+Killed anywhere and started again with the same arguments, it goes on where it was and ends with
+the same plan.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subquad.converter.atomic import atomic_directory
+from subquad.converter.base_artifact import base_artifact, content_hash, reopen
+from subquad.converter.pipeline import (
+    ConversionReport,
+    KernelKind,
+    StageClock,
+    write_artifact,
+)
+from subquad.converter.work_folder import WorkFolder, key_of
+from subquad.passes.calibrate.data import (
+    CALIBRATION_TOKENS,
+    HELDOUT_TOKENS,
+    CalibrationData,
+    open_data,
+)
+from subquad.passes.calibrate.engine import Engine
+from subquad.passes.calibrate.measure import (
+    Question,
+    SiteMeasurement,
+    assignment_of,
+    measure_sites,
+)
+from subquad.passes.calibrate.score import Score, Scorer
+from subquad.passes.calibrate.segments import load_split
+from subquad.passes.plan_file import PlanFile
+from subquad.passes.plan_report import plan_file
+from subquad.passes.planner import Choice, PlanBudget, search
+from subquad.passes.prices import Objective, choose_prices
+from subquad.passes.recognise.site import AttentionSite
+from subquad.runtime.artifact import Artifact, check_inputs, load
+from subquad.runtime.budget import Budget
+from subquad.runtime.errors import BudgetError, UsageError
+from subquad.runtime.machine import peak_rss_bytes
+from subquad.runtime.manifest import MODEL_NAME
+from subquad.runtime.samples import Batch
+from subquad.runtime.session import QUIET_THREADS
+
+if TYPE_CHECKING:
+    from subquad.converter.pipeline import Progress, Source
+
+PROBE_LENGTH, PROBE_TOKENS = 1024, 2048
+"""Inputs that are followed to the end of the model for every attention."""
+
+Runner = Callable[[Mapping[str, NDArray[Any]]], dict[str, NDArray[Any]]]
+Metric = Callable[[Runner], float]
+"""A user's metric: runs the model as often as it likes and returns a score, higher is better."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a user asks of a plan.
+
+    Attributes:
+        budget: texts such as ``ppl=1%``, ``kl=0.02`` or ``metric=module:function,drop=0.5``.
+        minimize: what is saved.
+        lengths: tokens per row, those that matter to the user.
+        batch: rows at which prices are taken.
+        data: files or folders; none = made-up inputs.
+        seed: of everything random.
+        strict_causal: exclude methods that are causal only between blocks of tokens.
+        methods: names of the methods to try; empty = all that there are.
+        threads: for one operator.
+        calibration_tokens, heldout_tokens: how many of each to run, per length.
+    """
+
+    budget: tuple[str, ...]
+    minimize: Objective = "flops"
+    lengths: tuple[int, ...] = (2048,)
+    batch: int = 1
+    data: tuple[Path, ...] = ()
+    seed: int = 0
+    strict_causal: bool = False
+    methods: tuple[str, ...] = ()
+    threads: int | None = None
+    calibration_tokens: int = CALIBRATION_TOKENS
+    heldout_tokens: int = HELDOUT_TOKENS
+
+
+@dataclass(frozen=True)
+class PlanningReport:
+    """A plan and how it came about.
+
+    Attributes:
+        plan: the file.
+        statistics: site -> statistics of its heads.
+        data: one sentence; ``synthetic``: whether inputs were made up.
+        seconds, peak_rss_bytes: of the planning.
+    """
+
+    plan: PlanFile
+    statistics: Mapping[str, Any]
+    data: str
+    synthetic: bool
+    seconds: Mapping[str, float]
+    peak_rss_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan.to_json(),
+            "statistics": dict(self.statistics),
+            "data": self.data,
+            "synthetic": self.synthetic,
+            "seconds": dict(self.seconds),
+            "peak_rss_bytes": self.peak_rss_bytes,
+        }
+
+
+def plan_source(
+    source: Source,
+    request: PlanRequest,
+    *,
+    work: Path,
+    require_sites: str | None = None,
+    progress: Progress | None = None,
+) -> PlanningReport:
+    """Plan without converting.
+
+    Args:
+        source: as ``convert``.
+        request: what to plan for.
+        work: folder for results that a later run continues from; created.
+        require_sites: as ``convert``.
+        progress: called with a message and the share done.
+
+    Raises:
+        UsageError: bad arguments or data.
+        UnsupportedModelError, ReplacementError: as ``convert``.
+    """
+    clock = StageClock(progress)
+    return _Planning(source, request, WorkFolder(work), require_sites, clock).run()
+
+
+def convert_with_budget(
+    source: Source,
+    output: Path,
+    request: PlanRequest,
+    *,
+    work: Path | None = None,
+    overwrite: bool = False,
+    require_sites: str | None = None,
+    kernels: KernelKind = "none",
+    require_kernels: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Plan and convert.
+
+    Args:
+        source, output, overwrite, require_sites, kernels, require_kernels: as ``convert``.
+        request: what to plan for.
+        work: as ``plan_source``; by default ``OUTPUT.work``, removed when all is done.
+
+    Raises:
+        BudgetError: the artifact as it ships misses the budget.
+        and what ``convert`` and ``plan_source`` raise.
+    """
+    clock = StageClock(progress)
+    place = work or output.parent / f"{output.name}.work"
+    with atomic_directory(output, overwrite=overwrite) as folder:
+        planning = _Planning(source, request, WorkFolder(place), require_sites, clock)
+        planned = planning.run()
+        traced, raised = reopen(planning.base, planning.manifest)
+        assignments = planned.plan.assignments(
+            raised.sites,
+            source_hash=planning.manifest.source["hash"],
+            strict_causal=request.strict_causal,
+        )
+        report = write_artifact(
+            folder,
+            traced,
+            raised,
+            assignments,
+            clock,
+            shown_as=output,
+            seed=request.seed,
+            kernels=kernels,
+            require_kernels=require_kernels,
+            facts={"planning": planned.to_json()},
+            finish=planning.verify,
+        )
+    if work is None:
+        shutil.rmtree(place, ignore_errors=True)
+    return report
+
+
+class _Planning:
+    """The stages, in order."""
+
+    def __init__(
+        self,
+        source: Source,
+        request: PlanRequest,
+        work: WorkFolder,
+        require_sites: str | None,
+        clock: StageClock,
+    ) -> None:
+        self._source = source
+        self._request = request
+        self._work = work
+        self._require_sites = require_sites
+        self._clock = clock
+        limits, self._metric, self._drop = parse_budget(request.budget)
+        self._limits = limits
+        self._prices = choose_prices(request.minimize, request.threads)
+
+    def run(self) -> PlanningReport:
+        request, clock = self._request, self._clock
+        with clock.stage("base"):
+            self.base, self.manifest = base_artifact(
+                self._source,
+                self._work,
+                require_sites=self._require_sites,
+                progress=clock.progress,
+            )
+        with clock.stage("data"):
+            self._data, probes = self._open_data()
+        self._scorer = Scorer(self.manifest, self._data.heldout)
+        if self._limits is not None:
+            self._scorer.check(self._limits)
+        self._sites = [AttentionSite.from_json(record.site) for record in self.manifest.sites]
+        split = load_split(self.base, MODEL_NAME, self._sites)
+        self._engine = Engine(split, self.base, threads=request.threads)
+        with clock.stage("measure"):
+            measured = self._measure(probes)
+        with clock.stage("search"):
+            budget = PlanBudget(self._limits, self._drop, self._custom_base())
+            self._budget = budget
+            found = search(measured, budget, self._judge)
+        return PlanningReport(
+            plan=plan_file(
+                self.manifest,
+                measured,
+                found,
+                self._prices,
+                {
+                    "budget": list(request.budget),
+                    "minimize": request.minimize,
+                    "lengths": list(request.lengths),
+                    "batch": request.batch,
+                    "seed": request.seed,
+                    "strict_causal": request.strict_causal,
+                    "data": {
+                        "description": self._data.description,
+                        "digest": self._data.digest,
+                        "synthetic": self._data.synthetic,
+                        "notes": list(self._data.notes),
+                        "measured_lengths": list(self._data.lengths),
+                    },
+                },
+            ),
+            statistics={site.name: site.statistics.to_json() for site in measured},
+            data=self._data.description,
+            synthetic=self._data.synthetic,
+            seconds=dict(clock.seconds),
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+
+    def verify(self, folder: Path) -> dict[str, Any]:
+        """The artifact in ``folder``, as it ships, on the held-out inputs.
+
+        Raises:
+            BudgetError: it misses the budget.
+        """
+        artifact = load(folder, threads=self._request.threads, verify=False, config=QUIET_THREADS)
+
+        def run(finish: Callable[[int, Mapping[str, NDArray[Any]]], None]) -> None:
+            for number, batch in enumerate(self._data.heldout):
+                finish(number, artifact.run(batch.feeds))
+
+        self._teach()
+        score = self._scorer.score(run)
+        if self._metric is not None:
+            score = _with_custom(score, self._metric, _artifact_runner(artifact))
+        misses = self._budget.misses(score)
+        if misses:
+            raise BudgetError(
+                f"The plan kept the budget, but the artifact misses it and was discarded: "
+                f"{'; '.join(misses)}."
+            )
+        return {"verified": score.to_json()}
+
+    # --- stages ---
+
+    def _open_data(self) -> tuple[CalibrationData, tuple[Batch, ...]]:
+        request = self._request
+        data = open_data(
+            self.manifest,
+            self.base,
+            paths=request.data,
+            lengths=request.lengths,
+            seed=request.seed,
+            calibration_tokens=request.calibration_tokens,
+            heldout_tokens=request.heldout_tokens,
+        )
+        shortest = min(batch.length for batch in data.calibration)
+        if data.calibration[0].padding == "given":
+            return data, data.calibration[:1]
+        probes = open_data(
+            self.manifest,
+            self.base,
+            paths=request.data,
+            lengths=[min(PROBE_LENGTH, max(shortest, 1))],
+            seed=request.seed,
+            calibration_tokens=min(PROBE_TOKENS, request.calibration_tokens),
+            heldout_tokens=1,
+        )
+        return data, probes.calibration
+
+    def _measure(self, probes: Sequence[Batch]) -> list[SiteMeasurement]:
+        request = self._request
+        question = Question(
+            manifest=self.manifest,
+            lengths=request.lengths,
+            batch=request.batch,
+            prices=self._prices,
+            strict_causal=request.strict_causal,
+            methods=request.methods,
+        )
+        key = key_of(
+            {
+                "model": content_hash(self.manifest),
+                "data": self._data.digest,
+                "probes": [probes[0].length, len(probes)],
+                "lengths": request.lengths,
+                "batch": request.batch,
+                "prices": [self._prices.unit, self._prices.source],
+                "strict_causal": request.strict_causal,
+                "methods": request.methods,
+            }
+        )
+        names = [f"sites-{key}/{rank}.json" for rank in range(len(self._sites))]
+        known = {
+            rank: SiteMeasurement.from_json(raw)
+            for rank, name in enumerate(names)
+            if (raw := self._work.load(name)) is not None
+        }
+
+        def done(rank: int, site: SiteMeasurement) -> None:
+            self._work.save(names[rank], site.to_json())
+            known[rank] = site
+            self._show(f"measured {site.name}", len(known) / len(names))
+
+        measure_sites(
+            self._engine,
+            question,
+            self._data.calibration,
+            probes,
+            known=dict(known),
+            done=done,
+        )
+        return [known[rank] for rank in range(len(names))]
+
+    def _judge(self, choice: Choice) -> Score:
+        """Run one plan on the held-out inputs, or remember its run."""
+        texts = {str(rank): candidate.text for rank, candidate in sorted(choice.items())}
+        key = key_of(
+            {
+                "model": content_hash(self.manifest),
+                "data": self._data.digest,
+                "metric": self._request.budget if self._metric is not None else (),
+                "plan": texts,
+            }
+        )
+        name = f"runs/{key}.json"
+        known = self._work.load(name)
+        if known is not None:
+            return Score.from_json(known)
+        plan = {
+            rank: assignment_of(self._sites[rank], candidate.text)
+            for rank, candidate in choice.items()
+        }
+        if choice:
+            self._teach()
+            feeds = [batch.feeds for batch in self._data.heldout]
+            score = self._scorer.score(lambda finish: self._engine.run(feeds, plan, finish=finish))
+        else:
+            score = self._scorer.exact()
+        if self._metric is not None:
+
+            def run(inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+                found: dict[str, NDArray[Any]] = {}
+                checked = check_inputs(self.manifest.inputs, inputs)
+                self._engine.run([checked], plan, finish=lambda number, out: found.update(out))
+                return found
+
+            score = _with_custom(score, self._metric, run)
+        self._work.save(name, score.to_json())
+        self._show(f"tried a plan of {len(choice)} replacements", None)
+        return score
+
+    def _custom_base(self) -> float | None:
+        return self._judge({}).custom if self._metric is not None else None
+
+    def _teach(self) -> None:
+        """The exact outputs, once, and only if a plan must be run."""
+        if not self._scorer.is_taught:
+            feeds = [batch.feeds for batch in self._data.heldout]
+            self._scorer.teach(lambda finish: self._engine.run(feeds, {}, finish=finish))
+
+    def _show(self, message: str, share: float | None) -> None:
+        if self._clock.progress is not None:
+            self._clock.progress(message, share)
+
+
+def parse_budget(
+    texts: Sequence[str],
+) -> tuple[Budget | None, Metric | None, float | None]:
+    """Limits, the user's metric and its largest drop.
+
+    Raises:
+        UsageError: no limit, an unknown one, or a metric without a drop.
+    """
+    from subquad.converter.module import load_object
+
+    plain: list[str] = []
+    reference: str | None = None
+    drop: float | None = None
+    for pair in (p.strip() for text in texts for p in text.split(",")):
+        name, _, value = pair.partition("=")
+        if name.strip() == "metric":
+            reference = value.strip()
+        elif name.strip() == "drop":
+            try:
+                drop = float(value)
+            except ValueError as error:
+                raise UsageError(f"Budget drop={value}: not a number.") from error
+            if not np.isfinite(drop) or drop < 0:
+                raise UsageError(f"Budget drop={value}: must be 0 or more.")
+        elif pair:
+            plain.append(pair)
+    if (reference is None) != (drop is None):
+        raise UsageError("A metric needs both: metric=module:function,drop=0.5.")
+    limits = Budget.parse(plain)
+    if limits is None and reference is None:
+        raise UsageError("A plan needs a budget, such as ppl=1% or kl=0.02.")
+    if reference is None:
+        return limits, None, None
+    metric = load_object(reference)
+    if not callable(metric):
+        raise UsageError(f"Budget metric={reference}: {type(metric).__name__} cannot be called.")
+    return limits, metric, drop
+
+
+def _with_custom(score: Score, metric: Metric, run: Runner) -> Score:
+    value = metric(run)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise UsageError(f"The metric must return a number, got {type(value).__name__}.")
+    return Score(score.metrics, score.errors, score.damage, float(value))
+
+
+def _artifact_runner(artifact: Artifact) -> Runner:
+    return lambda inputs: artifact.run(inputs)

@@ -1,0 +1,75 @@
+"""Results of stages on disk, so that an interrupted plan goes on where it stopped.
+
+Every result lies under a key made from all that it depends on. What another source, other data or
+other options need lies under other keys, so a folder may be used again for anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from subquad import __version__
+from subquad.converter.atomic import output_errors
+from subquad.runtime.errors import OutputError, UsageError
+from subquad.runtime.jsonable import json_ready
+
+_MARK = "subquad-work.json"
+
+
+class WorkFolder:
+    """A folder of JSON results, each written at once or not at all.
+
+    Raises:
+        UsageError: the folder exists and holds something else.
+        OutputError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"Work folder {path} is a file; name a folder.")
+        if not path.parent.is_dir():
+            raise OutputError(f"Cannot write {path}: {path.parent} is no directory.")
+        with output_errors(path):
+            path.mkdir(exist_ok=True)
+            if not (path / _MARK).is_file():
+                if next(path.iterdir(), None) is not None:
+                    raise UsageError(
+                        f"Work folder {path} is not empty and was not made by subquad; name "
+                        "another folder."
+                    )
+                self.save(_MARK, {"made_by": "subquad"})
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        """A result; ``None`` if it is not there."""
+        try:
+            content = (self.path / name).read_text("utf-8")
+        except FileNotFoundError:
+            return None
+        result: dict[str, Any] = json.loads(content)
+        return result
+
+    def save(self, name: str, value: Mapping[str, Any]) -> None:
+        target = self.path / name
+        with output_errors(self.path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".partial")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(value, file, indent=1, sort_keys=True)
+                os.replace(temporary, target)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """A name for everything that a result depends on, this version of the package included."""
+    text = json.dumps(json_ready({"version": __version__, **facts}), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

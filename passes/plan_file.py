@@ -1,0 +1,178 @@
+"""``plan.json``: which method computes which attention, to read, edit and feed back.
+
+Only ``name`` and ``method`` of a site decide anything; all else tells why. A plan holds no
+timings, so the same source, data, seed and prices give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from subquad.passes.methods import parse_method
+from subquad.passes.plan import DENSE, Assignment
+from subquad.passes.recognise.site import AttentionSite
+from subquad.runtime.errors import UsageError
+from subquad.runtime.jsonable import json_ready
+
+SCHEMA = "subquad.plan"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """What one site shall become.
+
+    Attributes:
+        name: of the site.
+        method: ``window:size=256,sinks=4``; ``dense`` keeps it exact.
+        why: one sentence.
+        facts: measured: candidates, errors, prices, statistics; not read back.
+    """
+
+    name: str
+    method: str
+    why: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A whole plan.
+
+    Attributes:
+        source: name and hash of what was planned for; a plan without a hash fits any source that
+            has sites of these names.
+        sites: in graph order.
+        facts: budget, data, prices, what was measured; not read back.
+    """
+
+    source: Mapping[str, Any]
+    sites: tuple[SitePlan, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        result: dict[str, Any] = json_ready(
+            {
+                "schema": SCHEMA,
+                "version": SCHEMA_VERSION,
+                "source": dict(self.source),
+                "sites": [
+                    {"name": s.name, "method": s.method, "why": s.why, **s.facts}
+                    for s in self.sites
+                ],
+                **self.facts,
+            }
+        )
+        return result
+
+    def dumps(self) -> str:
+        """Stable, sorted JSON."""
+        return json.dumps(self.to_json(), indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+    @staticmethod
+    def read(path: Path) -> PlanFile:
+        """Read and check ``path``.
+
+        Raises:
+            UsageError: no such file, no JSON, another schema, or a field of a wrong kind; says
+                which.
+        """
+        try:
+            raw = json.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise UsageError(f"Plan {path} cannot be read: {error.strerror}.") from error
+        # RecursionError: brackets nested deeper than the parser's stack.
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise UsageError(f"Plan {path} is no valid JSON: {error}.") from error
+        if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+            raise UsageError(f'{path} is no plan: expected an object with "schema": "{SCHEMA}".')
+        if raw.get("version") != SCHEMA_VERSION:
+            raise UsageError(
+                f"Plan {path} has version {raw.get('version')!r}, but this subquad reads "
+                f"{SCHEMA_VERSION}. Plan again."
+            )
+        source = raw.get("source", {})
+        if not isinstance(source, dict):
+            raise UsageError(f"Plan {path}: source must be an object.")
+        sites = raw.get("sites")
+        if not isinstance(sites, list) or not sites:
+            raise UsageError(f"Plan {path}: sites must be a list with one entry per attention.")
+        parsed = tuple(_site(item, f"Plan {path}: sites[{i}]") for i, item in enumerate(sites))
+        names = [site.name for site in parsed]
+        for name in names:
+            if names.count(name) > 1:
+                raise UsageError(f"Plan {path}: site {name!r} occurs twice.")
+        known = ("schema", "version", "source", "sites")
+        return PlanFile(source, parsed, {k: v for k, v in raw.items() if k not in known})
+
+    def assignments(
+        self,
+        sites: Sequence[AttentionSite],
+        *,
+        source_hash: str,
+        strict_causal: bool = False,
+    ) -> list[Assignment]:
+        """One assignment per site of the model; sites that the plan does not name stay exact.
+
+        A method that declines its site leaves it exact, with the reason.
+
+        Raises:
+            UsageError: planned for another source, an unknown site or method, or one that is
+                causal in blocks only where that is excluded.
+        """
+        made_for = self.source.get("hash")
+        if made_for is not None and made_for != source_hash:
+            raise UsageError(
+                f"The plan was made for {self.source.get('name', 'another source')} with hash "
+                f"{str(made_for)[:12]}, this source has {source_hash[:12]}. Plan again, or remove "
+                '"hash" from the plan\'s "source" to use it all the same.'
+            )
+        wanted = {site.name: site for site in self.sites}
+        unknown = sorted(set(wanted) - {site.name for site in sites})
+        if unknown:
+            raise UsageError(
+                f"The plan names attention {unknown[0]!r}, which this model does not have; it has "
+                f"{', '.join(site.name for site in sites[:3])}, ..."
+            )
+        dense, exact = parse_method(DENSE)
+        plan = []
+        for site in sites:
+            method, params = dense, exact
+            if site.name in wanted:
+                try:
+                    method, params = parse_method(wanted[site.name].method)
+                except UsageError as error:
+                    raise UsageError(f"Plan, site {site.name}: {error}") from None
+            granularity = method.causal_granularity(params)
+            if strict_causal and granularity != 1:
+                raise UsageError(
+                    f"Plan, site {site.name}: method {wanted[site.name].method!r} is causal only "
+                    f"in blocks of {granularity} tokens; drop --strict-causal to allow it"
+                )
+            declined = method.supports(site, params)
+            if declined is None:
+                plan.append(Assignment(site, method, params))
+            else:
+                plan.append(Assignment(site, dense, exact, declined))
+        return plan
+
+
+def _site(item: object, where: str) -> SitePlan:
+    if not isinstance(item, dict):
+        raise UsageError(f"{where} must be an object with name and method.")
+    for key in ("name", "method"):
+        if not isinstance(item.get(key), str) or not item[key]:
+            raise UsageError(f"{where}.{key} must be a text, got {item.get(key)!r}.")
+    why = item.get("why", "")
+    if not isinstance(why, str):
+        raise UsageError(f"{where}.why must be a text, got {why!r}.")
+    facts = {key: value for key, value in item.items() if key not in ("name", "method", "why")}
+    try:
+        parse_method(item["method"])
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    return SitePlan(item["name"], item["method"], why, facts)

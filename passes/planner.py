@@ -1,0 +1,232 @@
+"""Choose a method for every attention: the cheapest plan that the budget allows.
+
+1. Per site, only candidates on the lower convex hull of (price, predicted damage) can be part of
+   a plan that minimises ``price + lambda * damage``. Ordered by damage per saving, the edges of
+   all hulls form one path from the exact model to the cheapest one.
+2. The last point of the path that keeps the budget is found by bisection. Every point is judged
+   by a run of the whole replaced model on held-out inputs, not by the sum of predictions.
+3. From there, edges that the path had further on are tried one by one, and kept where the budget
+   still holds.
+
+A limit counts as kept if it is kept with one standard error to spare, where one is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from subquad.passes.calibrate.measure import Candidate, SiteMeasurement
+from subquad.passes.calibrate.score import Score
+from subquad.runtime.budget import Budget
+
+REFINEMENTS = 6
+"""Runs of the third step."""
+
+Choice = Mapping[int, Candidate]
+"""Rank of a site -> its replacement; the others stay exact."""
+
+Judge = Callable[[Choice], Score]
+
+
+@dataclass(frozen=True)
+class PlanBudget:
+    """What a plan must keep.
+
+    Attributes:
+        limits: on the metrics of ``runtime/budget.py``.
+        drop: how far the user's metric may fall below its value for the exact model.
+        base: that value.
+    """
+
+    limits: Budget | None
+    drop: float | None = None
+    base: float | None = None
+
+    def misses(self, score: Score) -> list[str]:
+        """One sentence for each limit that is not kept."""
+        sentences: list[str] = []
+        if self.limits is not None:
+            careful = dict(score.metrics)
+            for name, error in score.errors.items():
+                value = careful.get(name)
+                if value is not None:
+                    careful[name] = value + error
+            sentences += self.limits.violations(careful)
+        if self.drop is not None:
+            assert self.base is not None
+            value = score.custom
+            if value is None or not value >= self.base - self.drop:
+                sentences.append(
+                    f"the metric is {value}, more than {self.drop:g} below {self.base:g}"
+                )
+        return sentences
+
+
+@dataclass(frozen=True)
+class Step:
+    """An edge of one site's hull: from one candidate to the next cheaper one."""
+
+    rank: int
+    candidate: Candidate
+    saving: float
+    damage: float
+
+    @property
+    def ratio(self) -> float:
+        return self.damage / self.saving
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One plan that was run.
+
+    Attributes:
+        choice: what it replaces.
+        price: sum over all sites.
+        predicted: sum of predicted damages.
+        score: of the run.
+        misses: limits it does not keep.
+    """
+
+    choice: Choice
+    price: float
+    predicted: float
+    score: Score
+    misses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The plan, and what else was run.
+
+    Attributes:
+        chosen: the cheapest plan that keeps the budget; the exact model if no other does.
+        judged: all plans in the order of their runs.
+        exact_price: of the exact model.
+    """
+
+    chosen: Judged
+    judged: tuple[Judged, ...]
+    exact_price: float
+
+    @property
+    def front(self) -> tuple[Judged, ...]:
+        """Plans of which none is both cheaper and less damaging, cheapest first."""
+        found: list[Judged] = []
+        for item in sorted(self.judged, key=lambda j: (j.price, j.score.damage)):
+            if not found or item.score.damage < found[-1].score.damage:
+                found.append(item)
+        return tuple(found)
+
+
+def search(
+    sites: Sequence[SiteMeasurement],
+    budget: PlanBudget,
+    judge: Judge,
+    *,
+    refinements: int = REFINEMENTS,
+) -> SearchResult:
+    """Find the plan; ``judge`` runs one."""
+    run = _Search(sites, budget, judge)
+    run.bisect()
+    run.refine(refinements)
+    return run.result()
+
+
+def steps_of(rank: int, site: SiteMeasurement) -> list[Step]:
+    """The hull of one site, from the exact attention to its cheapest candidate."""
+    points = sorted(
+        (site.damage(candidate), candidate.price, number)
+        for number, candidate in enumerate(site.candidates)
+        if candidate.price < site.exact_price
+    )
+    steps: list[Step] = []
+    damage, price = 0.0, site.exact_price
+    while True:
+        # The next corner of the hull: the least damage per saving; of equals, the cheapest.
+        ahead = [(max(d - damage, 0.0) / (price - p), p, d, n) for d, p, n in points if p < price]
+        if not ahead:
+            return steps
+        _, next_price, next_damage, number = min(ahead)
+        steps.append(
+            Step(
+                rank,
+                site.candidates[number],
+                price - next_price,
+                max(next_damage - damage, 0.0),
+            )
+        )
+        damage, price = max(next_damage, damage), next_price
+
+
+class _Search:
+    def __init__(self, sites: Sequence[SiteMeasurement], budget: PlanBudget, judge: Judge) -> None:
+        self._sites = sites
+        self._budget = budget
+        self._judge = judge
+        steps = [step for rank, site in enumerate(sites) for step in steps_of(rank, site)]
+        # Stable: steps of one site stay in their order, for their ratios rise.
+        self._path = sorted(steps, key=lambda step: step.ratio)
+        self._judged: list[Judged] = []
+        self._kept = 0
+        self._best = self._run({})
+
+    def bisect(self) -> None:
+        """Longest prefix of the path that keeps the budget."""
+        low, high = 0, len(self._path)
+        if self._best.misses:
+            return
+        while low < high:
+            # The far end first: where all of it fits, nothing else need be run.
+            middle = high if high == len(self._path) and low == 0 else (low + high + 1) // 2
+            judged = self._run(self._prefix(middle))
+            if judged.misses:
+                high = middle - 1
+            else:
+                low, self._best = middle, judged
+        self._kept = low
+
+    def refine(self, tries: int) -> None:
+        """Single steps beyond the prefix; a site whose step failed is left as it is."""
+        if self._best.misses:
+            return
+        closed: set[int] = set()
+        for step in self._path[self._kept + 1 :]:
+            if tries == 0:
+                return
+            current = self._best.choice.get(step.rank)
+            dearer = current is None or step.candidate.price < current.price
+            if step.rank in closed or not dearer:
+                continue
+            tries -= 1
+            judged = self._run({**self._best.choice, step.rank: step.candidate})
+            if judged.misses:
+                closed.add(step.rank)
+            else:
+                self._best = judged
+
+    def result(self) -> SearchResult:
+        exact = sum(site.exact_price for site in self._sites)
+        return SearchResult(self._best, tuple(self._judged), exact)
+
+    def _prefix(self, count: int) -> dict[int, Candidate]:
+        choice: dict[int, Candidate] = {}
+        for step in self._path[:count]:
+            choice[step.rank] = step.candidate
+        return choice
+
+    def _run(self, choice: Choice) -> Judged:
+        for known in self._judged:
+            if known.choice == choice:
+                return known
+        score = self._judge(choice)
+        prices = [
+            choice[rank].price if rank in choice else site.exact_price
+            for rank, site in enumerate(self._sites)
+        ]
+        predicted = sum(site.damage(choice.get(rank)) for rank, site in enumerate(self._sites))
+        misses = tuple(self._budget.misses(score))
+        judged = Judged(dict(choice), sum(prices), predicted, score, misses)
+        self._judged.append(judged)
+        return judged

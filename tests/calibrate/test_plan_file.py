@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sites import make_site
+from subquad.passes.plan_file import PlanFile, SitePlan
+from subquad.runtime.errors import UsageError
+
+SITES = (make_site("a", right=0), make_site("b", right=0, softcap=1.0), make_site("c", right=0))
+PLAN = PlanFile(
+    source={"name": "model", "hash": "1234"},
+    sites=(
+        SitePlan("a", "window:size=64,sinks=4", "saves much", {"price": 1.5}),
+        SitePlan("b", "window:size=64,sinks=4"),
+        SitePlan("c", "dense", "kept exact"),
+    ),
+    facts={"budget": ["ppl=1%"]},
+)
+
+
+def written(path: Path, **changes: Any) -> Path:
+    raw = PLAN.to_json() | changes
+    path.write_text(json.dumps(raw), "utf-8")
+    return path
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(PLAN.dumps(), "utf-8")
+    assert PlanFile.read(tmp_path / "plan.json") == PLAN
+    assert PlanFile.read(tmp_path / "plan.json").dumps() == PLAN.dumps()
+
+
+def test_methods_are_assigned_and_may_decline() -> None:
+    first, second, third = PLAN.assignments(SITES, source_hash="1234")
+    assert first.text == "window:size=64,sinks=4" and first.declined is None
+    assert second.text == "dense" and second.declined is not None
+    assert third.text == "dense" and third.declined is None
+
+
+def test_sites_that_are_not_named_stay_exact(tmp_path: Path) -> None:
+    path = written(tmp_path / "plan.json", sites=[{"name": "c", "method": "elu"}])
+    assert [a.text for a in PlanFile.read(path).assignments(SITES, source_hash="1234")] == [
+        "dense",
+        "dense",
+        "elu",
+    ]
+
+
+def test_another_source_is_refused_unless_the_hash_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="made for model"):
+        PLAN.assignments(SITES, source_hash="99")
+    path = written(tmp_path / "plan.json", source={"name": "model"})
+    assert len(PlanFile.read(path).assignments(SITES, source_hash="99")) == 3
+
+
+def test_unknown_site(tmp_path: Path) -> None:
+    path = written(tmp_path / "plan.json", sites=[{"name": "z", "method": "elu"}])
+    with pytest.raises(UsageError, match="'z', which this model does not have"):
+        PlanFile.read(path).assignments(SITES, source_hash="1234")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"schema": "other"}, "is no plan"),
+        ({"version": 99}, "version 99"),
+        ({"sites": []}, "must be a list"),
+        ({"sites": {}}, "must be a list"),
+        ({"sites": ["a"]}, r"sites\[0\] must be an object"),
+        ({"sites": [{"name": "a"}]}, r"sites\[0\].method must be a text"),
+        ({"sites": [{"name": 3, "method": "dense"}]}, r"sites\[0\].name must be a text"),
+        ({"sites": [{"name": "a", "method": "sorcery"}]}, r"sites\[0\]: unknown method"),
+        ({"sites": [{"name": "a", "method": "window:size=0"}]}, r"sites\[0\]: .*between"),
+        ({"sites": [{"name": "a", "method": "elu", "why": 1}]}, "why must be a text"),
+        ({"sites": 2 * [{"name": "a", "method": "elu"}]}, "occurs twice"),
+        ({"source": 3}, "source must be an object"),
+    ],
+)
+def test_malformed(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        PlanFile.read(written(tmp_path / "plan.json", **changes))
+
+
+def test_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        PlanFile.read(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{" * 5, "utf-8")
+    with pytest.raises(UsageError, match="no valid JSON"):
+        PlanFile.read(tmp_path / "bad.json")

@@ -1,0 +1,198 @@
+"""Planning end to end on a small decoder: same plan, however often it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import exact_folder
+from subquad.converter.pipeline import convert
+from subquad.converter.planning import PlanRequest, convert_with_budget, parse_budget, plan_source
+from subquad.passes.calibrate.score import Scorer
+from subquad.runtime.errors import BudgetError, UsageError
+
+SIZES: dict[str, Any] = {
+    "lengths": (96,),
+    "threads": 1,
+    "calibration_tokens": 960,
+    "heldout_tokens": 1920,
+}
+REQUEST = PlanRequest(budget=("kl=1.5",), **SIZES)
+FILES = ("model.onnx", "model.onnx.data", "reference.onnx", "manifest.json")
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exact_folder.save_decoder(tmp_path_factory.mktemp("source") / "deep.onnx")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A work folder with the exact artifact of ``source``, so that tests need not make it."""
+    return tmp_path_factory.mktemp("work") / "work"
+
+
+@pytest.fixture(scope="module")
+def plan(source: Path, work: Path) -> Any:
+    return plan_source(source, REQUEST, work=work)
+
+
+def test_plan_says_what_and_why(plan: Any) -> None:
+    raw = plan.plan.to_json()
+    assert raw["measured"]["metrics"]["kl"] <= 1.5
+    assert raw["data"]["synthetic"] and plan.synthetic
+    replaced = [site for site in raw["sites"] if site["method"] != "dense"]
+    assert replaced, "some window fits this budget"
+    for site in raw["sites"]:
+        assert site["why"]
+        tried = {candidate["method"] for candidate in site["candidates"]}
+        assert site["method"] in tried | {"dense"}
+        assert "elu" in site["declined"]
+    assert raw["price"] == pytest.approx(sum(site["price"] for site in raw["sites"]))
+    assert 0 < raw["saving"] == pytest.approx(1 - raw["price"] / raw["exact_price"], rel=1e-4)
+    assert raw["front"][-1]["replaced"] == 0
+    json.dumps(raw, allow_nan=False)
+
+
+def test_stopped_anywhere_and_resumed_it_is_the_same_plan(
+    source: Path, work: Path, plan: Any, tmp_path: Path
+) -> None:
+    """The exact artifact is copied: making it is not what is interrupted here."""
+    import shutil
+
+    place = tmp_path / "work"
+    place.mkdir()
+    for item in work.iterdir():
+        if item.name.startswith(("base-", "subquad-work")):
+            (shutil.copytree if item.is_dir() else shutil.copy)(item, place / item.name)
+    stops = 0
+    for limit in range(3, 30):
+        seen: list[str] = []
+
+        def stop(message: str, share: float | None, limit: int = limit) -> None:
+            seen.append(message)  # noqa: B023
+            if len(seen) == limit:  # noqa: B023
+                raise Stopped
+
+        try:
+            again = plan_source(source, REQUEST, work=place, progress=stop)
+        except Stopped:
+            stops += 1
+            continue
+        break
+    assert stops >= 4 and again.plan.dumps() == plan.plan.dumps()
+
+
+def test_other_options_are_other_results(source: Path, work: Path, plan: Any) -> None:
+    tight = plan_source(source, PlanRequest(budget=("kl=0",), **SIZES), work=work)
+    assert {site.method for site in tight.plan.sites} == {"dense"}
+    assert all("kept exact" in site.why for site in tight.plan.sites)
+
+
+def test_artifact_is_the_plan_s(source: Path, work: Path, plan: Any, tmp_path: Path) -> None:
+    report = convert_with_budget(source, tmp_path / "out", REQUEST, work=work)
+    facts = json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
+    assert facts["planning"]["plan"]["sites"] == plan.plan.to_json()["sites"]
+    # Sums are re-associated where segments meet.
+    measured = plan.plan.to_json()["measured"]["metrics"]["kl"]
+    assert facts["verified"]["metrics"]["kl"] == pytest.approx(measured, rel=1e-2)
+    assert [record["method"] for record in report.sites] == [
+        site.method.partition(":")[0] for site in plan.plan.sites
+    ]
+    (tmp_path / "plan.json").write_text(plan.plan.dumps(), "utf-8")
+    convert(source, tmp_path / "direct", plan=tmp_path / "plan.json")
+    for name in FILES:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()
+
+
+def test_an_artifact_that_misses_the_budget_is_not_written(
+    source: Path, work: Path, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worse(self: Any, run: Any) -> Any:
+        score = original(self, run)
+        return type(score)({**score.metrics, "kl": 2.0}, score.errors, score.damage)
+
+    original = Scorer.score
+    monkeypatch.setattr(Scorer, "score", worse)
+    with pytest.raises(BudgetError, match="kl is 2"):
+        convert_with_budget(source, tmp_path / "out", REQUEST, work=work)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_is_the_same_artifact(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from subquad.cli import main; main()", "convert"]
+    command += [str(source), "OUT", "--budget", "kl=1.5", "--lengths", "96", "--threads", "1"]
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        words = [str(tmp_path / name) if word == "OUT" else word for word in command]
+        return subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    assert start("whole").wait() == 0
+    kills = 0
+    for pause in (1.5, 3, 4.5, 6, 7.5, 9, 10.5):
+        running = start("killed")
+        time.sleep(pause)
+        if running.poll() is None:
+            os.kill(running.pid, signal.SIGKILL)
+            kills += 1
+        running.wait()
+    if not (tmp_path / "killed").exists():
+        assert start("killed").wait() == 0
+    assert kills >= 2
+    for name in FILES:
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "killed.work").exists()
+
+
+def metric(run: Any) -> float:
+    """A metric of a user: mean of the logits of one fixed row."""
+    import numpy as np
+
+    ids = np.arange(20)[None] % 31
+    logits = run({"input_ids": ids, "attention_mask": np.ones_like(ids)})["logits"]
+    return float(logits.argmax(-1).sum())
+
+
+def test_a_user_s_metric(source: Path, work: Path) -> None:
+    request = PlanRequest(budget=(f"metric={__file__}:metric,drop=1e9",), **SIZES)
+    found = plan_source(source, request, work=work).plan
+    assert {site.method.partition(":")[0] for site in found.sites} == {"window"}
+    assert "custom" in found.to_json()["measured"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        ((), "needs a budget"),
+        (("speed=1",), "Unknown budget"),
+        (("metric=math:floor",), "needs both"),
+        (("drop=1",), "needs both"),
+        (("metric=math:floor,drop=x",), "not a number"),
+        (("metric=math:floor,drop=-1",), "0 or more"),
+        (("metric=math:pi,drop=1",), "cannot be called"),
+        (("metric=no_such:thing,drop=1",), "cannot import"),
+    ],
+)
+def test_bad_budgets(texts: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        parse_budget(texts)
+
+
+def test_a_work_folder_that_is_not_ours(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x", "utf-8")
+    with pytest.raises(UsageError, match="was not made by subquad"):
+        plan_source(source, REQUEST, work=tmp_path)
+    assert (tmp_path / "thesis.tex").read_text("utf-8") == "x"
