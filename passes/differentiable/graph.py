@@ -30,44 +30,43 @@ Environment = dict[ir.Value, Tensor]
 class TorchGraph(torch.nn.Module):
     """Executes ``model`` in torch.
 
-    Initializers are buffers; those named in ``trainable`` are parameters. A parameter or buffer is
-    called as its initializer, with ``.`` written as ``/`` (torch allows no dots).
+    Initializers are buffers, called as ``torch_name`` says.
 
     Args:
         model: not changed, and not referred to for weights after this: they are copied.
-        trainable: names of float initializers.
 
     Raises:
         UnsupportedModelError: the graph has an operator that is not known here.
     """
 
-    def __init__(self, model: ir.Model, trainable: Iterable[str] = ()) -> None:
+    def __init__(self, model: ir.Model) -> None:
         super().__init__()
         self._model = model
-        wanted = set(trainable)
-        missing = wanted - set(model.graph.initializers)
-        if missing:
-            raise KeyError(f"no initializer is called {sorted(missing)[0]!r}")
         _refuse_unknown(model)
         for name, value in model.graph.initializers.items():
-            tensor = _to_torch(value.const_value)
-            if name in wanted:
-                self.register_parameter(torch_name(name), torch.nn.Parameter(tensor))
-            else:
-                self.register_buffer(torch_name(name), tensor)
+            self.register_buffer(torch_name(name), _to_torch(value.const_value))
 
     def forward(
-        self, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None
+        self,
+        inputs: Mapping[str, Tensor],
+        outputs: Sequence[str] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Run the graph.
 
         Args:
             inputs: by name, all of them.
             outputs: names of values anywhere in the main graph; default: the graph's outputs.
+            weights: other values of some initializers, by name; gradients flow to them.
         """
         graph = self._model.graph
+        given = weights or {}
+        missing = set(given) - set(graph.initializers)
+        if missing:
+            raise KeyError(f"no initializer is called {sorted(missing)[0]!r}")
         environment: Environment = {
-            value: getattr(self, torch_name(name)) for name, value in graph.initializers.items()
+            value: given[name] if name in given else getattr(self, torch_name(name))
+            for name, value in graph.initializers.items()
         }
         for value in graph.inputs:
             assert value.name is not None
@@ -144,7 +143,7 @@ class TorchGraph(torch.nn.Module):
 
 
 def torch_name(initializer: str) -> str:
-    """What torch calls the parameter or buffer of ``initializer``."""
+    """What torch calls the buffer of ``initializer``; it allows no dots."""
     return "w/" + initializer.replace(".", "/")
 
 

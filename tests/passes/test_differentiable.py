@@ -163,30 +163,30 @@ agraph (float[n, 2] x, bool flag) => (float[n, 2] y)
 """
 
 
-def trained_graph(trainable: tuple[str, ...]) -> TorchGraph:
+def trained_graph() -> TorchGraph:
     model = ir.from_proto(onnx.parser.parse_model(TRAINED))
     model.graph.initializers["weight"].name = "layer.weight"
-    return TorchGraph(model, trainable)
+    return TorchGraph(model)
 
 
-def test_only_what_is_named_is_trained_and_branches_are_taken() -> None:
-    graph = trained_graph(("layer.weight",))
-    assert [name for name, _ in graph.named_parameters()] == ["w/layer/weight"]
+def test_weights_given_get_gradients_and_branches_are_taken() -> None:
+    graph = trained_graph()
     x = torch.tensor([[1.0, 1.0]])
     added = graph({"x": x, "flag": torch.tensor(True)})["y"]
-    np.testing.assert_array_equal(added.detach().numpy(), [[5, 7]])
-    negated = graph({"x": x, "flag": torch.tensor(False)}, outputs=["h", "y"])
-    np.testing.assert_array_equal(negated["h"].detach().numpy(), [[4, 6]])
-    np.testing.assert_array_equal(negated["y"].detach().numpy(), [[-4, -6]])
+    np.testing.assert_array_equal(added.numpy(), [[5, 7]])
+    weight = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
+    feeds = {"x": x, "flag": torch.tensor(False)}
+    negated = graph(feeds, outputs=["h", "y"], weights={"layer.weight": weight})
+    np.testing.assert_array_equal(negated["h"].detach().numpy(), [[4, 7]])
+    np.testing.assert_array_equal(negated["y"].detach().numpy(), [[-4, -7]])
     negated["y"].sum().backward()
-    (weight,) = graph.parameters()
     assert weight.grad is not None
     np.testing.assert_array_equal(weight.grad.numpy(), [[-1, -1], [-1, -1]])
 
 
 def test_unknown_initializer_is_named() -> None:
     with pytest.raises(KeyError, match="absent"):
-        trained_graph(("absent",))
+        trained_graph()({}, weights={"absent": torch.zeros(1)})
 
 
 def test_unknown_operators_are_named_before_anything_runs() -> None:

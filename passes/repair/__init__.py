@@ -1,0 +1,1 @@
+"""Give back some of the accuracy that replacements cost."""
