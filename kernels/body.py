@@ -165,6 +165,32 @@ class Body:
             else_branch=self._branch_graph("else_branch", otherwise),
         )
 
+    def stack(self, count: ir.Value, build: Callable[[Body, ir.Value], ir.Value]) -> ir.Value:
+        """``build(inner, step)`` for step 0 .. count - 1 (rank 0), stacked on a new first axis.
+
+        Args:
+            count: ``[1]`` int64.
+            build: its results have one shape.
+        """
+        inner = Body(self)
+        step = ir.Value(
+            name=f"step_{next(self._names)}",
+            type=ir.TensorType(ir.DataType.INT64),
+            shape=ir.Shape(()),
+        )
+        going = ir.Value(
+            name=f"going_{next(self._names)}",
+            type=ir.TensorType(ir.DataType.BOOL),
+            shape=ir.Shape(()),
+        )
+        result = inner("Identity", build(inner, step))
+        on = inner("Identity", going)
+        graph = ir.Graph([step, going], [on, result], nodes=inner._nodes, name="step")
+        trips = self("Squeeze", count, 0)
+        # Passes drop an absent last input, but Loop needs its second.
+        start = self._constant(np.array(True))
+        return self("Loop", trips, start, body=ir.AttrGraph("body", graph))
+
     def _branch_graph(self, name: str, build: Callable[[Body], ir.Value]) -> ir.Attr:
         inner = Body(self)
         result = inner("Identity", build(inner))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from subquad.kernels.block_sparse.examples import example_lists
 from subquad.kernels.operator import Blocks, Dim, OperatorVariant, TensorSpec
 
 
@@ -49,7 +50,18 @@ class Sizes:
 
 Maker = Callable[[OperatorVariant, Sizes, np.random.Generator], Mapping[str, NDArray[Any]]]
 
-MAKERS: Mapping[str, Maker] = {}
+
+def _thresholds(
+    variant: OperatorVariant, sizes: Sizes, rng: np.random.Generator
+) -> Mapping[str, NDArray[Any]]:
+    (spec,) = [item for item in variant.inputs if item is not None and item.name == "thresholds"]
+    return {"thresholds": np.full([sizes.of(dim) for dim in spec.dims], 0.97, np.float32)}
+
+
+MAKERS: Mapping[str, Maker] = {
+    "BlockSelect": _thresholds,
+    "BlockSparseAttention": example_lists,
+}
 """Operator -> the inputs of its own that random numbers cannot stand for."""
 
 

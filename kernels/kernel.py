@@ -80,6 +80,8 @@ class KernelTemplate(Protocol):
 
 CPU_TEMPLATES: Mapping[str, str] = {
     "Attention": "subquad.kernels.attention.cpu:TEMPLATE",
+    "BlockSelect": "subquad.kernels.block_select.cpu:TEMPLATE",
+    "BlockSparseAttention": "subquad.kernels.block_sparse.cpu:TEMPLATE",
     "HybridAttention": "subquad.kernels.hybrid.cpu:TEMPLATE",
 }
 """Operator -> ``module:attribute`` of its CPU template."""

@@ -56,7 +56,7 @@ def attend(
 
     Args:
         query, key, value: ``[batch, num_heads or num_kv_heads, length, dim]``.
-        visible: ``[batch, query_len, kv_len]``.
+        visible: ``[batch, query_len, kv_len]``, or for each head on a second axis.
         biases: broadcast to ``[batch, num_heads, query_len, kv_len]``; hide a key where one is
             ``HIDING_BIAS`` or less.
         sink_logits: ``[num_heads]``.
@@ -67,7 +67,8 @@ def attend(
     scores = scale * (query @ key.swapaxes(-1, -2))
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
-    seen = np.broadcast_to(visible[:, None], scores.shape)
+    visible = visible[:, None] if visible.ndim == 3 else visible
+    seen = np.broadcast_to(visible, scores.shape)
     for bias in biases:
         seen = seen & (bias > HIDING_BIAS)
         scores = scores + np.where(bias > HIDING_BIAS, bias, 0.0)

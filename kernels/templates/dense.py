@@ -178,23 +178,26 @@ class ExactSpans:
                     with T.Then():
                         store_scalar(limits, T.min(limits[low], self.begin[span, p]), low)
                         store_scalar(limits, T.max(limits[high], self.end[span, p]), high)
-            origin = settle(limits[low])
-            with T.serial(blocks_of(limits[high] - origin, tile.keys)) as block:
-                with T.serial(index(tile.panels)) as p:
-                    at = settle(origin + block * tile.keys)
-                    start = settle(T.max(at, self.begin[span, p]))
-                    stop = settle(T.min(at + tile.keys, self.end[span, p]))
-                    with T.If(start < stop):
-                        with T.Then():
-                            is_partial = None
-                            if self.visible is not None:
-                                is_partial = T.Or(
-                                    self.keys.slot(start) < self.all_from[span, p],
-                                    self.keys.slot(stop - 1) > self.all_to[span, p],
-                                )
-                            exact.attend(
-                                self.keys, p, start, stop - start, self.visible, is_partial
+            self.attend_range(exact, span, settle(limits[low]), settle(limits[high]))
+
+    def attend_range(self, exact: ExactPanels, span: Expr, origin: Expr, end: Expr) -> None:
+        """The keys ``origin .. end - 1`` of the list, as far as a panel sees them in ``span``."""
+        tile = self.tile
+        with T.serial(blocks_of(end - origin, tile.keys)) as block:
+            with T.serial(index(tile.panels)) as p:
+                at = settle(origin + block * tile.keys)
+                until = T.min(at + tile.keys, end)
+                start = settle(T.max(at, self.begin[span, p]))
+                stop = settle(T.min(until, self.end[span, p]))
+                with T.If(start < stop):
+                    with T.Then():
+                        is_partial = None
+                        if self.visible is not None:
+                            is_partial = T.Or(
+                                self.keys.slot(start) < self.all_from[span, p],
+                                self.keys.slot(stop - 1) > self.all_to[span, p],
                             )
+                        exact.attend(self.keys, p, start, stop - start, self.visible, is_partial)
 
 
 def emit_exact(

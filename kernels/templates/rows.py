@@ -43,7 +43,13 @@ class Buffers:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """One key/value head of one batch row."""
+    """Query rows of one key/value head of one batch row, or of one of its query heads alone.
+
+    Attributes:
+        group: query heads whose rows are counted.
+        query_head: the one head; ``None``: all that share the keys.
+        row_end: rows from here on are not there; ``None``: all are.
+    """
 
     buffers: Buffers
     batch: Expr
@@ -51,6 +57,8 @@ class HeadRows:
     group: int
     head_dim: int
     value_dim: int
+    query_head: Expr | None = None
+    row_end: Expr | None = None
 
     @staticmethod
     def of(buffers: Buffers, heads: Heads, number: Expr) -> HeadRows:
@@ -61,8 +69,18 @@ class HeadRows:
         )
         return HeadRows(buffers, batch, kv_head, heads.group, heads.head_dim, heads.value_dim)
 
+    @staticmethod
+    def of_query_head(buffers: Buffers, heads: Heads, number: Expr) -> HeadRows:
+        """Query head ``number % num_heads`` of batch row ``number // num_heads``."""
+        batch = quotient(number, heads.num_heads)
+        head = remainder(number, heads.num_heads)
+        kv_head = quotient(head, heads.group)
+        return HeadRows(buffers, batch, kv_head, 1, heads.head_dim, heads.value_dim, head)
+
     @property
     def row_count(self) -> Expr:
+        if self.row_end is not None:
+            return self.row_end
         return self.buffers.query.shape[2] * self.group
 
     @property
@@ -86,6 +104,8 @@ class HeadRows:
         return quotient(row, self.group) if self.group > 1 else row
 
     def head_of(self, row: Expr) -> Expr:
+        if self.query_head is not None:
+            return self.query_head
         if self.group == 1:
             return self.kv_head
         return self.kv_head * self.group + remainder(row, self.group)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.example_inputs import Sizes, example_inputs
 from subquad.kernels.operator import Blocks, TensorSpec, present_inputs
 
@@ -24,6 +25,20 @@ def test_equal_arguments_give_equal_arrays() -> None:
     assert all(np.array_equal(first[name], again[name]) for name in first)
     other = example_inputs(VARIANT, sizes, seed=4)
     assert not np.array_equal(first["query"], other["query"])
+
+
+def test_lists_of_blocks_keep_the_load_and_the_own_block() -> None:
+    variant = BlockSparseVariant(2, 1, 8, 8, 0.3, block=8, window_right=0)
+    for query_len, kv_len in ((160, 160), (19, 160), (1, 33)):
+        sizes = Sizes(2, query_len, kv_len, load=0.3)
+        feeds = example_inputs(variant, sizes)
+        counts, indices = feeds["block_counts"], feeds["block_indices"]
+        assert counts.shape == (2, 2, -(-query_len // 8))
+        for at in np.ndindex(*counts.shape):
+            own = min(kv_len - query_len + at[2] * 8 + 7, kv_len - 1) // 8
+            listed = indices[at][: counts[at]]
+            assert own in listed and listed.max() <= own and len(set(listed)) == len(listed)
+            assert counts[at] == max(1, round(0.3 * (own + 1)))
 
 
 def test_unknown_sizes_and_inputs_are_refused() -> None:

@@ -117,7 +117,7 @@ def _biases(
     sizes = {"batch": batch, "query_len": query_len, "kv_len": kv_len}
     extra = {}
     for spec in variant.inputs[6:]:
-        if spec is None:
+        if spec is None or spec.dtype != "float32":
             continue
         array = _normal(rng, 1.0, *(sizes.get(dim, dim) for dim in spec.dims))
         if spec.name == "slopes":

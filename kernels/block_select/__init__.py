@@ -1,0 +1,1 @@
+"""Which blocks of keys each block of queries should attend to."""

@@ -1,0 +1,1 @@
+"""Exact attention over listed blocks of keys."""
