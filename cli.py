@@ -891,6 +891,10 @@ def _print_sites(
             cells += [method, record["kernel"] or "function body"]
         _add(table, *cells)
     console.print(table)
+    coarse = {record.get("causal_granularity", 1) for record in records} - {1}
+    for block in sorted(coarse):
+        line = f"causal only between blocks of {block} tokens; --strict-causal forbids it"
+        console.print(line, markup=False, highlight=False)
     for record in records:
         if record["reason"]:
             line = f"{record['site']['name']}: {record['reason']}"

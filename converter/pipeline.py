@@ -433,6 +433,7 @@ def _site_record(assignment: Assignment, lowered: LoweredSite | None = None) -> 
         reason="; ".join(reasons),
         prepared=() if lowered is None else lowered.prepared,
         causal_granularity=assignment.method.causal_granularity(assignment.params),
+        piece_granularity=assignment.method.piece_granularity(assignment.params),
     )
 
 

@@ -64,6 +64,8 @@ class SiteRecord:
         prepared: operators and overloads of the nodes that prepare its attention.
         causal_granularity: positions are cut into blocks of this many, and changing a token moves
             nothing in a block before its own; 1 = exactly causal. Says nothing of other sites.
+        piece_granularity: pieces of a prefill that start at multiples of so many positions make
+            the whole; 1 = any pieces do, 0 = none but the whole.
     """
 
     site: dict[str, Any]
@@ -74,6 +76,7 @@ class SiteRecord:
     reason: str = ""
     prepared: tuple[str, ...] = ()
     causal_granularity: int = 1
+    piece_granularity: int = 1
 
 
 @dataclass(frozen=True)
@@ -232,8 +235,9 @@ def _parse_site(item: object) -> SiteRecord:
     _expect(fields["params"], dict, "sites[].params")
     prepared = _expect(fields.get("prepared", []), list, "sites[].prepared")
     prepared = tuple(_expect(name, str, "sites[].prepared[]") for name in prepared)
-    if _expect(fields.get("causal_granularity", 1), int, "sites[].causal_granularity") < 1:
-        raise ValueError("sites[].causal_granularity must be at least 1")
+    for key, least in (("causal_granularity", 1), ("piece_granularity", 0)):
+        if _expect(fields.get(key, 1), int, f"sites[].{key}") < least:
+            raise ValueError(f"sites[].{key} must be at least {least}")
     return SiteRecord(**{**fields, "prepared": prepared})
 
 

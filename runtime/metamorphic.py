@@ -9,12 +9,16 @@ hold a converted model to the mask it claims, whatever its method approximates.
 | ``future`` (causal models) | tokens from slot ``t`` on | outputs at real tokens before ``t`` |
 | ``batch`` | all rows but the first | outputs of the first row |
 
+Where sites declare a causal granularity, ``future`` keeps what stands before the block of positions
+that holds ``t``.
+
 A change that the reference shows as well is the source model's own doing (a pooler that reads a
 padded slot, positions computed from token values) and is counted, not held against the artifact.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -98,14 +102,15 @@ def changes(
 ) -> Iterator[Change]:
     """All changes that must leave some outputs of ``batch`` alone."""
     rng = np.random.default_rng([seed, batch.length, 7])
+    granularity = causal_granularity(manifest)
     real = real_tokens(layout, batch.feeds)
     padded = {dim: ~mask for dim, mask in real.items()}
     if any(mask.any() for mask in padded.values()):
         yield Change("padding", _replace(manifest, batch.feeds, padded, rng), real)
     if causal:
-        for cut in _cuts(batch.length):
+        for cut in _cuts(batch.length, granularity):
             future = {dim: _from_slot(mask.shape, cut) for dim, mask in real.items()}
-            keep = {dim: mask & ~future[dim] for dim, mask in real.items()}
+            keep = {dim: mask & _before_block(mask, cut, granularity) for dim, mask in real.items()}
             if any(mask.any() for mask in keep.values()):
                 feeds = _replace(manifest, batch.feeds, future, rng)
                 yield Change("future", feeds, keep, cut=cut, whole=False)
@@ -187,9 +192,28 @@ def select(values: NDArray[Any], axis: int, mask: NDArray[np.bool_]) -> NDArray[
     return picked.reshape(len(picked), -1)
 
 
-def _cuts(length: int) -> list[int]:
+def causal_granularity(manifest: Manifest) -> int:
+    """Blocks of positions between which the whole model is causal; 1 = it is exactly.
+
+    The least common multiple: with blocks of 4 and of 6 in turn, a change reaches back from 6 to
+    4, then to 0.
+    """
+    return math.lcm(*(record.causal_granularity for record in manifest.sites))
+
+
+def _before_block(real: NDArray[np.bool_], cut: int, granularity: int) -> NDArray[np.bool_]:
+    """Slots before the block of positions that slot ``cut`` is in; position 0 is the first real."""
+    first = real.argmax(axis=1)[:, None]
+    limit = first + (cut - first) // granularity * granularity
+    return np.asarray(np.arange(real.shape[1])[None] < limit)
+
+
+def _cuts(length: int, granularity: int) -> list[int]:
     # Odd ones: an output that leaks within a chunk shows nothing if the cut is a chunk boundary.
     cuts = {length // 3 | 1, length // 2 | 1, length - 1}
+    if granularity > 1:
+        # Here the most is promised of rows without padding in front.
+        cuts.add((length - 1) // granularity * granularity)
     return sorted(cut for cut in cuts if 1 <= cut < length)
 
 

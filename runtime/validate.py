@@ -36,6 +36,7 @@ from subquad.runtime.metamorphic import (
     Change,
     MetamorphicResult,
     Violation,
+    causal_granularity,
     changes,
     is_leak,
     length_axis,
@@ -576,7 +577,7 @@ class _Validation:
             "padding": "no case has padding (no padding mask input, or no padded inputs)",
             "future": "not every self-attention is causal"
             if not self.causal
-            else "no case is longer than 1 token",
+            else f"no case is longer than {_tokens(causal_granularity(self.manifest))}",
             "batch": "no case has more than one row",
         }
         for relation, reason in missing.items():
@@ -752,3 +753,7 @@ def _site_vectors(values: NDArray[Any], real: Mapping[str, NDArray[np.bool_]]) -
         if found is not None:
             return select(values, *found)
     return _vectors(values)
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"

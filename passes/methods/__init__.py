@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from subquad.passes.methods import dense, elu, window
+from subquad.passes.methods import block_sparse, dense, elu, window
 from subquad.passes.methods.base import Method, Parameters
 from subquad.runtime.errors import UsageError
 
@@ -15,6 +15,7 @@ METHODS: tuple[Method[Any], ...] = (
     dense.METHOD,
     window.METHOD,
     elu.METHOD,
+    block_sparse.METHOD,
 )
 
 

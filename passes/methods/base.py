@@ -21,6 +21,9 @@ from subquad.runtime.errors import Rejection, UsageError
 
 LARGEST_PARAMETER = 2**31 - 1
 
+WHOLE = 0
+"""Piece granularity of a method whose prefill cannot be cut."""
+
 Value = int | float | str
 """What a parameter may be."""
 
@@ -154,6 +157,10 @@ class Method(Protocol[P]):
         before its own; with 1, no output before it.
         """
 
+    def piece_granularity(self, params: P) -> int:
+        """Where a prefill may be cut: pieces that start at multiples of so many positions make the
+        whole. 1: anywhere, so that single steps equal one prefill; ``WHOLE``: nowhere."""
+
     def supports(self, site: AttentionSite, params: P) -> Rejection | None:
         """Why this site must keep what it has; ``None``: the method applies."""
 
@@ -180,9 +187,15 @@ class Method(Protocol[P]):
 
 
 class OneNode:
-    """Base of methods that are exactly causal and one node without tensors, or nearly so."""
+    """Base of methods that are exact in causality and pieces, and one node without tensors.
+
+    Others override what differs.
+    """
 
     def causal_granularity(self, params: Any) -> int:
+        return 1
+
+    def piece_granularity(self, params: Any) -> int:
         return 1
 
     def prepare(self, site: AttentionSite, params: Any) -> tuple[OperatorVariant, ...]:

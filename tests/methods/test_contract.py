@@ -9,24 +9,31 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from oracles import Case, mask_of, prefix, random_case, reference, relative_error, run
+from oracles import Case, mask_of, prefix, random_case, reference, relative_error, run, session
 from sites import SITES
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.block_sparse.reference import listed_pairs
+from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED
 from subquad.passes.methods import METHODS, parse_method
+from subquad.passes.methods.base import WHOLE
 from subquad.passes.recognise.site import AttentionSite
 
 PARAMETERS = {
     "dense": ["dense"],
     "window": ["window:3,sinks=2", "window:20,sinks=0"],
     "elu": ["elu"],
+    "block_sparse": [
+        "block_sparse:0.6,block=8",
+        "block_sparse:0.8,block=16,selector=causal,sinks=0",
+    ],
 }
 
 # float32 bodies against float64: rounding of scores and of sums of at most 1000 terms. Seen: 7e-7.
 TOLERANCE = 2e-6
 
-Variant = AttentionVariant | HybridVariant
+Variant = AttentionVariant | HybridVariant | BlockSparseVariant
 
 
 class Lowered:
@@ -36,8 +43,56 @@ class Lowered:
         method, params = parse_method(text)
         self.text, self.site, self.method = text, site, method
         self.rejection = method.supports(site, params)
+        self.causal_granularity = method.causal_granularity(params)
+        self.piece_granularity = method.piece_granularity(params)
         if self.rejection is None:
             self.variant: Variant = method.lower(site, params)  # type: ignore[assignment]
+            self.prepared = method.prepare(site, params)
+            self.tensors = method.tensors(site, params)
+
+    @property
+    def query_block(self) -> int:
+        """Queries up to which one may matter to another."""
+        return self.variant.block if isinstance(self.variant, BlockSparseVariant) else 1
+
+    def prepare(self, case: Case) -> Case:
+        """``case`` with the method's tensors and what its prepared nodes give."""
+        case = case.with_(extra={**case.extra, **self.tensors})
+        for variant in self.prepared:
+            outputs = session(variant).run(None, case.feeds(variant))
+            names = [spec.name for spec in variant.outputs]
+            case = case.with_(extra={**case.extra, **dict(zip(names, outputs, strict=True))})
+        return case
+
+    def run(self, case: Case) -> NDArray[np.float32]:
+        return run(self.variant, self.prepare(case))
+
+    def reference(self, case: Case) -> NDArray[np.float64]:
+        """The attention's; what prepares it has tests of its own, and may jump with rounding."""
+        return reference(self.variant, self.prepare(case))
+
+    def seen(self, case: Case) -> NDArray[np.bool_]:
+        """Pairs that interact, ``[batch, num_heads or 1, query_len, kv_len]``."""
+        allowed = self.allowed(case)[:, None]
+        if not isinstance(self.variant, BlockSparseVariant):
+            return allowed
+        lists = self.prepare(case).extra
+        return allowed & listed_pairs(
+            lists["block_counts"],
+            lists["block_indices"],
+            case.query_positions,
+            case.key_positions,
+            self.variant.block,
+        )
+
+    def felt(self, case: Case) -> NDArray[np.bool_]:
+        """Pairs where the key may matter to the query, at the granularity that is declared."""
+        allowed = self.allowed(case)
+        if self.causal_granularity == 1:
+            return allowed
+        rows = case.query_positions // self.causal_granularity
+        same = (rows[:, :, None] == rows[:, None, :]).astype(np.int64)
+        return np.asarray(same @ allowed.astype(np.int64) > 0)
 
     def allowed(self, case: Case) -> NDArray[np.bool_]:
         """Pairs the method may let interact: by the site's mask, from positions, no shortcuts."""
@@ -107,7 +162,7 @@ def test_every_rejection_has_a_reason_and_a_place() -> None:
 def test_matches_reference(lowered: Lowered, length: int, rng: np.random.Generator) -> None:
     for kind in ("none", "left", "right", "holes", "empty_row"):
         case = masked_case(rng, lowered, kind, length, length)
-        error = relative_error(run(lowered.variant, case), reference(lowered.variant, case))
+        error = relative_error(lowered.run(case), lowered.reference(case))
         assert error < TOLERANCE, kind
 
 
@@ -117,7 +172,7 @@ def test_matches_reference_on_long_and_cached_inputs(
     lowered: Lowered, query_len: int, kv_len: int, rng: np.random.Generator
 ) -> None:
     case = masked_case(rng, lowered, "holes", query_len, kv_len)
-    error = relative_error(run(lowered.variant, case), reference(lowered.variant, case))
+    error = relative_error(lowered.run(case), lowered.reference(case))
     assert error < TOLERANCE
 
 
@@ -129,7 +184,7 @@ def test_large_scores(lowered: Lowered, rng: np.random.Generator) -> None:
     )
     gain = np.float32(100.0 / np.abs(scores).max())
     case = case.with_(query=case.query * gain)
-    error = relative_error(run(lowered.variant, case), reference(lowered.variant, case))
+    error = relative_error(lowered.run(case), lowered.reference(case))
     # A score of 100 carries a float32 error near 1e-5, which exp turns into a relative one.
     assert error < 3e-5
 
@@ -141,15 +196,15 @@ def test_an_unseen_token_moves_no_bit(
     lowered: Lowered, kind: str, query_len: int, kv_len: int, rng: np.random.Generator
 ) -> None:
     case = masked_case(rng, lowered, kind, query_len, kv_len)
-    allowed = lowered.allowed(case)
-    before = run(lowered.variant, case)
+    felt, seen = lowered.felt(case), lowered.seen(case)
+    before = lowered.run(case)
     for j in {0, 1, kv_len // 3, kv_len // 2, kv_len - query_len, kv_len - 2, kv_len - 1}:
         changed = case.edited("key", lambda x, j=j: x[:, :, j].fill(3.7))  # type: ignore[misc]
         changed = changed.edited("value", lambda x, j=j: x[:, :, j].fill(-91.0))  # type: ignore[misc]
-        after = run(lowered.variant, changed)
-        moved = (after != before).any(axis=(1, 3))
-        assert not (moved & ~allowed[:, :, j]).any()
-        assert (moved == allowed[:, :, j]).all(), "a visible token must matter"
+        after = lowered.run(changed)
+        moved = (after != before).any(axis=3)
+        assert not (moved & ~felt[:, None, :, j]).any()
+        assert moved[np.broadcast_to(seen[..., j], moved.shape)].all(), "a seen token must matter"
 
 
 @every_accepted
@@ -162,7 +217,7 @@ def test_padding_may_hold_large_numbers(lowered: Lowered, rng: np.random.Generat
         key=np.where(padding, np.float32(1e6), case.key),
         value=np.where(padding, np.float32(-1e6), case.value),
     )
-    assert np.array_equal(run(lowered.variant, spoiled), run(lowered.variant, case))
+    assert np.array_equal(lowered.run(spoiled), lowered.run(case))
 
 
 @every_accepted
@@ -170,7 +225,7 @@ def test_a_row_without_tokens_yields_zeros(lowered: Lowered, rng: np.random.Gene
     if not lowered.site.mask.key_padding:
         return
     case = masked_case(rng, lowered, "empty_row", 66, 66)
-    output = run(lowered.variant, case)
+    output = lowered.run(case)
     assert not output[-1].any()
     assert output[0].all()
 
@@ -178,9 +233,9 @@ def test_a_row_without_tokens_yields_zeros(lowered: Lowered, rng: np.random.Gene
 @every_accepted
 def test_batch_rows_are_independent(lowered: Lowered, rng: np.random.Generator) -> None:
     case = masked_case(rng, lowered, "holes", 66, 66)
-    before = run(lowered.variant, case)
+    before = lowered.run(case)
     for name in ("query", "key", "value"):
-        after = run(lowered.variant, case.edited(name, lambda x: x[0].fill(2.5)))
+        after = lowered.run(case.edited(name, lambda x: x[0].fill(2.5)))
         assert np.array_equal(after[1], before[1])
         assert not np.array_equal(after[0], before[0])
 
@@ -188,7 +243,7 @@ def test_batch_rows_are_independent(lowered: Lowered, rng: np.random.Generator) 
 @every_accepted
 def test_heads_are_independent(lowered: Lowered, rng: np.random.Generator) -> None:
     case = masked_case(rng, lowered, "holes", 66, 66)
-    before = run(lowered.variant, case)
+    before = lowered.run(case)
     heads = lowered.variant.heads
     readers = np.arange(heads.num_heads) // heads.group == 0
     for name, expected in (
@@ -196,7 +251,7 @@ def test_heads_are_independent(lowered: Lowered, rng: np.random.Generator) -> No
         ("value", readers),
         ("query", np.arange(heads.num_heads) == 0),
     ):
-        after = run(lowered.variant, case.edited(name, lambda x: x[:, 0].fill(2.5)))
+        after = lowered.run(case.edited(name, lambda x: x[:, 0].fill(2.5)))
         moved = (after != before).any(axis=(0, 2, 3))
         assert np.array_equal(moved, expected), name
 
@@ -204,19 +259,25 @@ def test_heads_are_independent(lowered: Lowered, rng: np.random.Generator) -> No
 @every_accepted
 def test_a_query_moves_only_its_own_row(lowered: Lowered, rng: np.random.Generator) -> None:
     case = masked_case(rng, lowered, "left", 66, 66)
-    before = run(lowered.variant, case)
-    after = run(lowered.variant, case.edited("query", lambda x: x[:, :, 40].fill(1.5)))
-    moved = (after != before).any(axis=(0, 1, 3))
-    assert np.array_equal(moved, np.arange(66) == 40)
+    before = lowered.run(case)
+    after = lowered.run(case.edited("query", lambda x: x[:, :, 40].fill(1.5)))
+    moved = (after != before).any(axis=(1, 3))
+    assert moved[:, 40].all()
+    rows = case.query_positions // lowered.query_block
+    assert not (moved & (rows != rows[:, 40:41])).any()
+    if lowered.site.mask.is_causal and lowered.causal_granularity == 1:
+        assert not moved[:, :40].any()
 
 
 @causal_accepted
 def test_prefill_equals_stepwise_decoding(lowered: Lowered, rng: np.random.Generator) -> None:
+    if lowered.piece_granularity != 1:
+        return
     length = 70
     case = masked_case(rng, lowered, "left", length, length)
-    prefill = run(lowered.variant, case)
+    prefill = lowered.run(case)
     steps = [prefix(case, i, i + 1) for i in range(length)]
-    decoded = np.concatenate([run(lowered.variant, step) for step in steps], axis=2)
+    decoded = np.concatenate([lowered.run(step) for step in steps], axis=2)
     assert relative_error(decoded, prefill) < TOLERANCE
 
 
@@ -224,11 +285,17 @@ def test_prefill_equals_stepwise_decoding(lowered: Lowered, rng: np.random.Gener
 def test_prefill_in_chunks_equals_prefill(lowered: Lowered, rng: np.random.Generator) -> None:
     case = masked_case(rng, lowered, "holes", 150, 150)
     cuts = [0, 13, 77, 141, 150]
+    step = lowered.piece_granularity
+    if step == WHOLE:
+        return
+    if step > 1:
+        # Pieces start at multiples of the step in positions: those of a row that starts at once.
+        case = masked_case(rng, lowered, "right", 150, 150)
+        cuts = sorted({*range(0, 150, max(step, 48)), 150})
     chunks = [
-        run(lowered.variant, prefix(case, start, end))
-        for start, end in zip(cuts, cuts[1:], strict=False)
+        lowered.run(prefix(case, start, end)) for start, end in zip(cuts, cuts[1:], strict=False)
     ]
-    assert relative_error(np.concatenate(chunks, axis=2), run(lowered.variant, case)) < TOLERANCE
+    assert relative_error(np.concatenate(chunks, axis=2), lowered.run(case)) < TOLERANCE
 
 
 @every_accepted
@@ -249,7 +316,7 @@ def test_left_padding_changes_nothing(
         query_positions=np.concatenate([first, case.query_positions], axis=1),
         key_positions=np.concatenate([first, case.key_positions], axis=1),
     )
-    error = relative_error(run(lowered.variant, padded)[:, :, padding:], run(lowered.variant, case))
+    error = relative_error(lowered.run(padded)[:, :, padding:], lowered.run(case))
     assert error < TOLERANCE
 
 
@@ -266,4 +333,4 @@ def test_permuting_keys_with_their_positions_gone(
         value=case.value[:, :, order],
         key_mask=case.key_mask[:, order],
     )
-    assert relative_error(run(lowered.variant, permuted), run(lowered.variant, case)) < TOLERANCE
+    assert relative_error(lowered.run(permuted), lowered.run(case)) < TOLERANCE

@@ -16,6 +16,11 @@ from subquad.runtime.errors import UsageError
         ("dense", "dense"),
         ("elu", "elu"),
         ("window:128", "window:size=128,sinks=4"),
+        ("block_sparse", "block_sparse:tau=0.97,block=64,selector=pooled,sinks=1"),
+        (
+            "block_sparse:0.9,selector=causal",
+            "block_sparse:tau=0.9,block=64,selector=causal,sinks=1",
+        ),
         ("window:size=128,sinks=0", "window:size=128,sinks=0"),
         ("window: 128, sinks = 2", "window:size=128,sinks=2"),
     ],
@@ -29,8 +34,8 @@ def test_parse_method(text: str, canonical: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "unknown method ''; known: dense, window, elu"),
-        ("hedgehog", "unknown method 'hedgehog'; known: dense, window, elu"),
+        ("", "unknown method ''; known: dense, window, elu, block_sparse"),
+        ("hedgehog", "unknown method 'hedgehog'; known: dense, window, elu, block_sparse"),
         ("window", "parameter 'size' is missing"),
         ("window:", "expected parameters after the colon"),
         ("window:sinks=4", "parameter 'size' is missing"),
@@ -44,6 +49,8 @@ def test_parse_method(text: str, canonical: str) -> None:
         ("window:5,size=6", "'size' is given twice"),
         ("window:5,width=6", "unknown parameter 'width=6'; known: size"),
         ("window:5,", "unknown parameter ''"),
+        ("block_sparse:1.5", "'tau' must be between 0.0 and 1.0, got 1.5"),
+        ("block_sparse:selector=last", "'selector' must be one of pooled, causal, got 'last'"),
         ("elu:size=3", "unknown parameter 'size=3'; this method takes none"),
     ],
 )
@@ -72,6 +79,10 @@ def test_method_names_are_unique() -> None:
         ("window:8", make_site("x", left=7, right=0), "window 8 changes nothing"),
         ("window:7", make_site("x", left=7, right=7), "window 7 changes nothing"),
         ("elu", make_site("x", right=0, softcap=30.0), "softcap 30"),
+        ("block_sparse", make_site("x", is_self=False), "cross-attention"),
+        ("block_sparse:selector=causal", make_site("x"), "Use selector=pooled"),
+        ("block_sparse:block=64", make_site("x", left=100, right=0), "always kept"),
+        ("block_sparse:block=2000", make_site("x", right=0), "more than 1024"),
         ("elu", make_site("x", left=7, right=0), "causal, window 8"),
         ("elu", make_site("x", right=3), "cannot forget"),
     ],
@@ -90,6 +101,8 @@ def test_declined_with_a_reason(text: str, site, reason: str) -> None:  # type: 
         ("window:7", make_site("x", left=7, right=0)),
         ("window:6", make_site("x", left=7, right=7)),
         ("elu", make_site("x", is_self=False)),
+        ("block_sparse:block=64", make_site("x", left=300, right=0)),
+        ("block_sparse:selector=causal", make_site("x", right=0, softcap=30.0)),
     ],
 )
 def test_near_misses_are_accepted(text: str, site) -> None:  # type: ignore[no-untyped-def]
