@@ -31,8 +31,9 @@ LOWEST_ONNXRUNTIME = "1.27.0"
 Arrays = Mapping[str, NDArray[Any]]
 
 
-FORCE = ("window:size=32@1", "window:size=16@2", "elu@3")
-"""Layer 0 stays exact. Two windows: runtimes must tell variants of one operator apart."""
+FORCE = ("window:size=32@1", "block_sparse:0.5,block=16@2", "elu@3")
+"""Layer 0 stays exact. Layers 1 and 3 are variants of one operator: runtimes must tell them apart.
+Layer 2 has a loop in its body, and a constant."""
 
 
 @pytest.fixture(scope="module")
