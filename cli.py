@@ -391,6 +391,7 @@ def convert(
                 calibration_tokens=calibration_tokens,
                 heldout_tokens=heldout_tokens,
                 threads=threads,
+                kernels=kernels == "cpu" or require_kernels,
             )
             from subquad.converter.planning import convert_with_budget
 
@@ -458,6 +459,13 @@ Without data, inputs are made up, and the plan is worth as much.
     is_flag=True,
     help="Exclude methods that are causal only between blocks of tokens.",
 )
+@click.option(
+    "--kernels",
+    type=click.Choice(["none", "cpu"]),
+    default="none",
+    show_default=True,
+    help="Measure with compiled kernels; faster, and as a conversion with them will run.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
 @_common
 def plan(
@@ -475,6 +483,7 @@ def plan(
     threads: int | None,
     require_sites: str | None,
     strict_causal: bool,
+    kernels: str,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -495,6 +504,7 @@ def plan(
         calibration_tokens=calibration_tokens,
         heldout_tokens=heldout_tokens,
         threads=threads,
+        kernels=kernels == "cpu",
     )
     from subquad.converter.planning import plan_source
 

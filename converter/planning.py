@@ -85,6 +85,7 @@ class PlanRequest:
         strict_causal: exclude methods that are causal only between blocks of tokens.
         methods: names of the methods to try; empty = all that there are.
         threads: for one operator.
+        kernels: whether plans are measured with compiled kernels, as they will run.
         calibration_tokens, heldout_tokens: how many of each to run, per length.
     """
 
@@ -97,6 +98,7 @@ class PlanRequest:
     strict_causal: bool = False
     methods: tuple[str, ...] = ()
     threads: int | None = None
+    kernels: bool = False
     calibration_tokens: int = CALIBRATION_TOKENS
     heldout_tokens: int = HELDOUT_TOKENS
 
@@ -243,7 +245,7 @@ class _Planning:
             self._scorer.check(self._limits)
         self._sites = [AttentionSite.from_json(record.site) for record in self.manifest.sites]
         split = load_split(self.base, MODEL_NAME, self._sites)
-        self._engine = Engine(split, self.base, threads=request.threads)
+        self._engine = Engine(split, self.base, threads=request.threads, kernels=request.kernels)
         with clock.stage("measure"):
             measured = self._measure(probes)
         with clock.stage("search"):
@@ -350,6 +352,7 @@ class _Planning:
                 "prices": [self._prices.unit, self._prices.source],
                 "strict_causal": request.strict_causal,
                 "methods": request.methods,
+                "kernels": request.kernels,
             }
         )
         names = [f"sites-{key}/{rank}.json" for rank in range(len(self._sites))]
@@ -382,6 +385,7 @@ class _Planning:
                 "model": content_hash(self.manifest),
                 "data": self._data.digest,
                 "metric": self._request.budget if self._metric is not None else (),
+                "kernels": self._request.kernels,
                 "plan": texts,
             }
         )

@@ -45,6 +45,9 @@ def plan_file(
             "declined": dict(site.declined),
         }
         if chosen is not None:
+            assignment = assignment_of(raised, chosen.text)
+            granularity = assignment.method.causal_granularity(assignment.params)
+            entry["causal_granularity"] = granularity
             entry["crossover_length"] = _crossover(raised, chosen, prices)
         entries.append(
             SitePlan(

@@ -13,6 +13,8 @@ from functools import singledispatch
 from typing import Literal, Protocol, get_args
 
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.block_select.semantics import BlockSelectVariant
+from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED, OperatorVariant
 from subquad.runtime.errors import Rejection, UsageError
@@ -143,6 +145,38 @@ def _(variant: HybridVariant, shape: Shape) -> float | Rejection:
     return shape.batch * (kept + 4.0 * variant.num_kv_heads * features * (variant.value_dim + 1))
 
 
+@flops.register
+def _(variant: BlockSparseVariant, shape: Shape) -> float | Rejection:
+    keys = band_keys(shape.length, variant.window_left, variant.window_right)
+    width = variant.num_heads * (variant.head_dim + variant.value_dim)
+    return 2.0 * shape.batch * shape.length * keys * shape.density * width
+
+
+@state_bytes.register
+def _(variant: BlockSparseVariant, shape: Shape) -> float | Rejection:
+    return shape.batch * _cache(variant, shape.length, variant.window_left, 0)
+
+
+@flops.register
+def _(variant: BlockSelectVariant, shape: Shape) -> float | Rejection:
+    """Means of queries and keys, and a product of each pair of blocks that see each other."""
+    blocks = -(-shape.length // variant.block)
+    left, right = (_blocks(n, variant.block) for n in (variant.window_left, variant.window_right))
+    pairs = blocks * band_keys(blocks, left, right)
+    means = shape.length * (variant.num_heads + variant.num_kv_heads)
+    return float(shape.batch * variant.head_dim * (means + 2.0 * pairs * variant.num_heads))
+
+
+@state_bytes.register
+def _(variant: BlockSelectVariant, shape: Shape) -> float | Rejection:
+    return 0.0
+
+
+def _blocks(limit: int, block: int) -> int:
+    """Blocks within ``limit`` positions of a block."""
+    return limit if limit == UNLIMITED else -(-limit // block)
+
+
 def band_keys(length: int, left: int, right: int) -> float:
     """Mean number of keys that a query of a whole sequence sees in a band."""
 
@@ -161,7 +195,12 @@ def _far_sinks(length: int, left: int, sinks: int) -> float:
     return (rising * (rising + 1) / 2 + sinks * (beyond - rising)) / length
 
 
-def _cache(variant: AttentionVariant | HybridVariant, length: int, left: int, sinks: int) -> float:
+def _cache(
+    variant: AttentionVariant | HybridVariant | BlockSparseVariant,
+    length: int,
+    left: int,
+    sinks: int,
+) -> float:
     """Bytes of keys and values that later queries read; ``left`` = -2: none but the sinks."""
     keys = length if left == UNLIMITED else min(length, left + 1 + sinks)
     return 4.0 * keys * variant.num_kv_heads * (variant.head_dim + variant.value_dim)

@@ -18,7 +18,8 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from subquad.kernels.host.build import KernelBuild, Library
+from subquad.kernels.host.build import KernelBuild, build_kernels
+from subquad.kernels.host.targets import host_targets
 from subquad.kernels.operator import DOMAIN, OperatorVariant
 from subquad.passes.calibrate.segments import IR_VERSION, Piece, SplitModel, SplitSite
 from subquad.passes.lower import lower_sites
@@ -39,8 +40,8 @@ Finish = Callable[[int, Mapping[str, Array]], None]
 
 _SITE = "site"
 
-BLOCK_OFFSETS = "block_offsets"
-"""Output of a selector, int32: where each list of blocks begins, and the number of all blocks."""
+BLOCK_COUNTS = "block_counts"
+"""What a selector gives an attention, int32: the length of each list of key blocks."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ class Engine:
         split: the model.
         folder: of its data file.
         threads: per operator; ``None`` = ONNX Runtime's choice.
-        kernels: libraries that serve some variants; by default everything runs as functions.
+        kernels: whether attentions run as compiled kernels where they can.
         weights: initializers to run with instead of the model's own.
     """
 
     split: SplitModel
     folder: Path
     threads: int | None = None
-    kernels: KernelBuild = field(default_factory=KernelBuild)
+    kernels: bool = False
     weights: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     _pieces: dict[str, _Opened] = field(default_factory=dict)
     _attentions: dict[str, _Opened] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class Engine:
         opened = self._attention(split_site, assignment, values)
         feeds = {role: values[role] for role in opened.inputs}
         output, *rest = run_session(opened.session, feeds, opened.outputs)
-        kept = int(rest[0].max()) if rest else None
+        kept = int(rest[0].sum(dtype=np.int64)) if rest else None
         return SiteResult(output, kept)
 
     def project(self, rank: int, state: State, output: Array) -> tuple[Array, Array | None]:
@@ -201,20 +202,15 @@ class Engine:
         place = (split_site.site.index, text)
         if place not in self._texts:
             dtypes = {role: array.dtype for role, array in values.items()}
-            model, inputs, outputs, served = _site_model(
+            model, inputs, outputs, library = _site_model(
                 self.split, split_site, assignment, dtypes, self.kernels
             )
             key = hashlib.sha256(model).hexdigest()
             if key not in self._attentions:
-                libraries = self._libraries() if served else ()
-                session = self._open(model, libraries)
+                session = self._open(model, () if library is None else (library,))
                 self._attentions[key] = _Opened(session, inputs, outputs)
             self._texts[place] = key
         return self._attentions[self._texts[place]]
-
-    def _libraries(self) -> tuple[Path, ...]:
-        best: Library = self.kernels.libraries[-1]
-        return (best.path,)
 
     def _open(self, model: bytes, libraries: Sequence[Path] = ()) -> Any:
         return open_session(
@@ -237,27 +233,33 @@ def _site_model(
     split_site: SplitSite,
     assignment: Assignment | None,
     dtypes: Mapping[str, np.dtype[np.generic]],
-    kernels: KernelBuild,
-) -> tuple[bytes, tuple[str, ...], tuple[str, ...], bool]:
-    """Model of one attention: its bytes, inputs by role, outputs, and whether it has kernels."""
+    kernels: bool,
+) -> tuple[bytes, tuple[str, ...], tuple[str, ...], Path | None]:
+    """Model of one attention: its bytes, inputs by role, outputs, and library of kernels."""
     model = _exact_model(split, split_site, dtypes)
     site = dataclasses.replace(split_site.site, name=_SITE)
     if assignment is None:
         assignment = Assignment(site, dense.METHOD, dense.DenseParameters())
-    variants = replace_sites(model, [dataclasses.replace(assignment, site=site)])
-    lower_sites(model, variants, {key: "kernel" for key in kernels.served}, kernels.declined)
-    offsets = _offsets(model)
-    if offsets is not None:
-        model.graph.outputs.append(offsets)
+    chosen = dataclasses.replace(assignment, site=site)
+    variants = replace_sites(model, [chosen])
+    built = (
+        build_kernels(site_variants(chosen), targets=host_targets()[-1:])
+        if kernels
+        else KernelBuild()
+    )
+    lower_sites(model, variants, built.served, built.declined)
+    counts = _block_counts(model)
+    if counts is not None:
+        model.graph.outputs.append(counts)
     read = {value for node in model.graph for value in node.inputs if value is not None}
     for value in list(model.graph.inputs):
         if value not in read:
             model.graph.inputs.remove(value)
     _name_values(model)
-    served = any((node.op_type, node.overload) in kernels.served for node in model.graph)
+    library = built.libraries[-1].path if built.libraries else None
     inputs = tuple(str(value.name) for value in model.graph.inputs)
     outputs = tuple(str(value.name) for value in model.graph.outputs)
-    return ir.to_proto(model).SerializeToString(deterministic=True), inputs, outputs, served
+    return ir.to_proto(model).SerializeToString(deterministic=True), inputs, outputs, library
 
 
 def _exact_model(
@@ -294,8 +296,8 @@ def _name_values(model: ir.Model) -> None:
             value.name = f"value{index}_{slot}"
 
 
-def _offsets(model: ir.Model) -> ir.Value | None:
-    """The block offsets that the attention reads, if it does."""
+def _block_counts(model: ir.Model) -> ir.Value | None:
+    """The lengths of lists of blocks that the attention reads, if it does."""
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
@@ -303,6 +305,6 @@ def _offsets(model: ir.Model) -> ir.Value | None:
         if function is None:
             continue
         for value, parameter in zip(node.inputs, function.inputs, strict=False):
-            if parameter.name == BLOCK_OFFSETS and value is not None:
+            if parameter.name == BLOCK_COUNTS and value is not None:
                 return value
     return None

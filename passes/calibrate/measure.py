@@ -24,7 +24,7 @@ from subquad.passes.calibrate.engine import Engine, State, site_variants
 from subquad.passes.calibrate.score import Scorer
 from subquad.passes.calibrate.statistics import SiteStatistics, StatisticsCollector
 from subquad.passes.methods import METHODS, get_method, method_text, parse_method
-from subquad.passes.methods.base import Method
+from subquad.passes.methods.base import Method, Wanted
 from subquad.passes.plan import DENSE, Assignment
 from subquad.passes.prices import Prices, Shape
 from subquad.passes.recognise.site import AttentionSite, MaskPredicate
@@ -263,7 +263,11 @@ class _Site:
         projected: Sequence[tuple[NDArray[Any], NDArray[Any] | None]],
     ) -> list[Candidate] | Rejection:
         """The ladder of one method, cheapest first, until the error is negligible."""
-        ladder = method.candidates(self._site, statistics, self._question.lengths)
+        ladder = method.candidates(
+            self._site,
+            statistics,
+            Wanted(self._question.lengths, self._question.strict_causal),
+        )
         if isinstance(ladder, Rejection):
             return ladder
         found: list[Candidate] = []

@@ -132,6 +132,19 @@ def _known(specs: dict[str, Field[Any]]) -> str:
 P = TypeVar("P", bound=Parameters, contravariant=True)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is for.
+
+    Attributes:
+        lengths: tokens per row.
+        strict_causal: only methods that are causal to the token.
+    """
+
+    lengths: tuple[int, ...]
+    strict_causal: bool = False
+
+
 class Method(Protocol[P]):
     """One way to compute an attention site.
 
@@ -178,9 +191,9 @@ class Method(Protocol[P]):
         """Constants, by the name of the input they are; initializers ``<site>.<input>``."""
 
     def candidates(
-        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+        self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[Any] | Rejection:
-        """Parameters worth measuring at these lengths, cheapest and least exact first.
+        """Parameters worth measuring, cheapest and least exact first.
 
         The planner stops at the first whose error is negligible.
         """
@@ -205,6 +218,6 @@ class OneNode:
         return {}
 
     def candidates(
-        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+        self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[Any] | Rejection:
         return Rejection("names no candidates; it is used by --force only")

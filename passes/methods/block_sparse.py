@@ -17,7 +17,7 @@ What is dropped bounds the error: mass d that is left out moves an output by at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,24 @@ from subquad.kernels.block_select.estimators import ESTIMATORS, get_estimator
 from subquad.kernels.block_select.semantics import BlockSelectVariant
 from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.operator import UNLIMITED, OperatorVariant
-from subquad.passes.methods.base import WHOLE, OneNode, Parameters, choice, number, parameter
+from subquad.passes.calibrate.statistics import SiteStatistics
+from subquad.passes.methods.base import (
+    WHOLE,
+    OneNode,
+    Parameters,
+    Wanted,
+    choice,
+    number,
+    parameter,
+)
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
 LARGEST_BLOCK = 1024
+
+LEAST_BLOCKS = 8
+TAUS = (0.80, 0.90, 0.95, 0.98)
+"""What the planner tries."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,20 @@ class BlockSparseMethod(OneNode):
         self, site: AttentionSite, params: BlockSparseParameters
     ) -> Mapping[str, NDArray[np.generic]]:
         return {"thresholds": np.full(site.num_heads, params.tau, np.float32)}
+
+    def candidates(
+        self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
+    ) -> Sequence[BlockSparseParameters] | Rejection:
+        """A ladder of ``tau`` for one selector; worth it only where blocks are many."""
+        block = BlockSparseParameters().block
+        if max(wanted.lengths) < LEAST_BLOCKS * block:
+            return Rejection(
+                f"fewer than {LEAST_BLOCKS} blocks of {block} tokens at these lengths, most of "
+                "which are always kept",
+                where=site.name,
+            )
+        selector = "causal" if wanted.strict_causal else "pooled"
+        return [BlockSparseParameters(tau=tau, selector=selector) for tau in TAUS]
 
 
 def _reach(site: AttentionSite) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.passes.calibrate.statistics import SiteStatistics
-from subquad.passes.methods.base import OneNode, Parameters
+from subquad.passes.methods.base import OneNode, Parameters, Wanted
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -47,7 +47,7 @@ class DenseMethod(OneNode):
         )
 
     def candidates(
-        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+        self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[DenseParameters] | Rejection:
         return Rejection("it is the exact attention")
 

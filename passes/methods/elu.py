@@ -17,7 +17,7 @@ from subquad.kernels.hybrid.feature_maps import ELU
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED
 from subquad.passes.calibrate.statistics import SiteStatistics
-from subquad.passes.methods.base import OneNode, Parameters
+from subquad.passes.methods.base import OneNode, Parameters, Wanted
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -63,7 +63,7 @@ class EluMethod(OneNode):
         )
 
     def candidates(
-        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+        self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[EluParameters] | Rejection:
         return Rejection("its weights do not follow softmax's; it needs fine-tuning (use --force)")
 

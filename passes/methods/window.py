@@ -20,7 +20,7 @@ import numpy as np
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED
 from subquad.passes.calibrate.statistics import SiteStatistics
-from subquad.passes.methods.base import OneNode, Parameters, parameter
+from subquad.passes.methods.base import OneNode, Parameters, Wanted, parameter
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -87,13 +87,13 @@ class WindowMethod(OneNode):
         )
 
     def candidates(
-        self, site: AttentionSite, statistics: SiteStatistics, lengths: Sequence[int]
+        self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[WindowParameters] | Rejection:
         """Powers of two of which some head keeps most of its mass."""
         found = []
         for size, mass in statistics.window_mass.items():
             kept = np.minimum(np.add(mass, statistics.sink_mass), 1.0)
-            if SMALLEST_WINDOW <= size < max(lengths) and kept.mean() >= LEAST_MASS:
+            if SMALLEST_WINDOW <= size < max(wanted.lengths) and kept.mean() >= LEAST_MASS:
                 found.append(WindowParameters(size=size))
         if not found:
             return Rejection(

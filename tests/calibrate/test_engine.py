@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from exact_folder import VOCABULARY, ExactFolder
 from subquad.converter.emit import write_models
 from subquad.passes.calibrate.engine import Engine, State
-from subquad.passes.calibrate.measure import assignment_of
+from subquad.passes.calibrate.measure import assignment_of, visible_blocks
 from subquad.passes.calibrate.segments import Projection
 from subquad.passes.plan import Assignment
 from subquad.passes.replace import replace_sites
@@ -64,6 +64,7 @@ def test_segments_compute_the_whole_model(exact: ExactFolder, rng: np.random.Gen
         {0: "window:size=8,sinks=0"},
         {0: "elu", 2: "window:size=16,sinks=2"},
         {0: "window:size=8", 1: "window:size=8", 2: "elu"},
+        {0: "block_sparse:tau=0.3,block=8", 2: "block_sparse:tau=0.2,block=4,selector=causal"},
     ],
 )
 def test_a_plan_runs_as_the_rewritten_model_does(
@@ -162,6 +163,29 @@ def test_weights_can_be_replaced(exact: ExactFolder, rng: np.random.Generator) -
     changed = Engine(split, exact.path, threads=1, weights={projection.weight: zero})
     plain = Engine(exact.split(), exact.path, threads=1)
     assert relative(logits_of(changed, inputs, {}), logits_of(plain, inputs, {})) > 1e-2
+
+
+def test_a_selector_tells_how_many_blocks_it_keeps(
+    exact: ExactFolder, rng: np.random.Generator
+) -> None:
+    engine = Engine(exact.split(), exact.path, threads=1)
+    inputs = feeds(rng, 2, 64)
+    inputs["attention_mask"][:] = 1
+    visible = visible_blocks(exact.sites[0].mask, 64, 64, 8)
+    assert visible == 8 * 9 / 2
+    heads = 2 * exact.sites[0].num_heads
+    kept: dict[str, int | None] = {}
+
+    def visit(rank: int, states: Sequence[State]) -> None:
+        for text in ("block_sparse:tau=1.0,block=8", "block_sparse:tau=0.1,block=8", "elu"):
+            result = engine.attention(rank, states[0], assignment_of(exact.sites[rank], text))
+            kept[text] = result.kept_blocks
+
+    engine.run([inputs], {}, visit=visit)
+    all_of_them, few, none = kept.values()
+    assert all_of_them == heads * visible and none is None
+    # At least the block itself, the one before and the first.
+    assert few is not None and heads * (1 + 2 + 6 * 3) <= few < 0.9 * heads * visible
 
 
 def test_equal_attentions_share_a_session(exact: ExactFolder, rng: np.random.Generator) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.block_select.semantics import BlockSelectVariant
+from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.passes.prices import (
     Shape,
@@ -72,6 +74,22 @@ def test_memory_is_what_decoding_keeps() -> None:
     assert memory.price([WINDOW], Shape(1, 1000)) == (16 + 4) * per_key
     assert memory.price([WINDOW], Shape(1, 7)) == 7 * per_key
     assert memory.price([LINEAR], Shape(2, 10)) == memory.price([LINEAR], Shape(2, 10**6))
+
+
+def test_block_sparse_costs_what_it_keeps_and_its_selection() -> None:
+    sparse = BlockSparseVariant(4, 2, 8, 6, 0.5, 64, window_right=0)
+    select = BlockSelectVariant(4, 2, 8, 0.5, 64, window_right=0)
+    flops = counted_flops()
+    dense = flops.price([CAUSAL], Shape(2, 4096))
+    assert not isinstance(dense, Rejection)
+    assert flops.price([sparse], Shape(2, 4096, 0.25)) == pytest.approx(dense / 4)
+    selection = flops.price([select], Shape(2, 4096))
+    assert not isinstance(selection, Rejection)
+    # Products of 64 x 65 / 2 pairs of blocks, and means of all queries and keys.
+    assert selection == 2 * 8 * (4096 * (4 + 2) + 2 * 64 * 65 / 2 * 4)
+    assert counted_memory().price([select, sparse], Shape(1, 100)) == counted_memory().price(
+        [CAUSAL], Shape(1, 100)
+    )
 
 
 def test_an_unknown_operator_has_no_price() -> None:
