@@ -47,6 +47,7 @@ from subquad.passes.calibrate.measure import (
 )
 from subquad.passes.calibrate.score import Score, Scorer
 from subquad.passes.calibrate.segments import load_split
+from subquad.passes.plan import Assignment
 from subquad.passes.plan_file import PlanFile
 from subquad.passes.plan_report import plan_file
 from subquad.passes.planner import Choice, PlanBudget, search
@@ -57,6 +58,7 @@ from subquad.runtime.budget import Budget
 from subquad.runtime.errors import BudgetError, UsageError
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import MODEL_NAME
+from subquad.runtime.probes import greedy, probe_reason, recall, recall_kept, token_ids
 from subquad.runtime.samples import Batch
 from subquad.runtime.session import QUIET_THREADS
 
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
 
 PROBE_LENGTH, PROBE_TOKENS = 1024, 2048
 """Inputs that are followed to the end of the model for every attention."""
+
+GREEDY_PROMPT, GREEDY_TOKENS = 256, 32
 
 Runner = Callable[[Mapping[str, NDArray[Any]]], dict[str, NDArray[Any]]]
 Metric = Callable[[Runner], float]
@@ -303,7 +307,30 @@ class _Planning:
                 f"The plan kept the budget, but the artifact misses it and was discarded: "
                 f"{'; '.join(misses)}."
             )
-        return {"verified": score.to_json()}
+        return {"verified": score.to_json(), "probes": self._probe(_artifact_runner(artifact))}
+
+    def _probe(self, model: Runner) -> dict[str, Any]:
+        """Recall and greedy agreement of the artifact, or why there is none."""
+        refused = probe_reason(self.manifest)
+        if refused is not None:
+            return {"not_applicable": refused.reason}
+        exact = self._engine_runner({})
+        points = recall(self.manifest, exact, model, self._data.lengths, seed=self._request.seed)
+        row = token_ids(self.manifest, self._data.heldout[0].feeds)[0]
+        prompt = row[: max(1, min(GREEDY_PROMPT, len(row)))]
+        said = greedy(self.manifest, exact, model, prompt, GREEDY_TOKENS)
+        return {"recall": points, "recall_kept": recall_kept(points), "greedy": said}
+
+    def _engine_runner(self, plan: Mapping[int, Assignment]) -> Runner:
+        """The model with ``plan``, as a function of its inputs."""
+
+        def run(inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+            found: dict[str, NDArray[Any]] = {}
+            checked = check_inputs(self.manifest.inputs, inputs)
+            self._engine.run([checked], plan, finish=lambda number, out: found.update(out))
+            return found
+
+        return run
 
     # --- stages ---
 
@@ -404,14 +431,7 @@ class _Planning:
         else:
             score = self._scorer.exact()
         if self._metric is not None:
-
-            def run(inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-                found: dict[str, NDArray[Any]] = {}
-                checked = check_inputs(self.manifest.inputs, inputs)
-                self._engine.run([checked], plan, finish=lambda number, out: found.update(out))
-                return found
-
-            score = _with_custom(score, self._metric, run)
+            score = _with_custom(score, self._metric, self._engine_runner(plan))
         self._work.save(name, score.to_json())
         self._show(f"tried a plan of {len(choice)} replacements", None)
         return score

@@ -3,8 +3,8 @@
 1. Per site, only candidates on the lower convex hull of (price, predicted damage) can be part of
    a plan that minimises ``price + lambda * damage``. Ordered by damage per saving, the edges of
    all hulls form one path from the exact model to the cheapest one.
-2. The last point of the path that keeps the budget is found by bisection. Every point is judged
-   by a run of the whole replaced model on held-out inputs, not by the sum of predictions.
+2. The last point of the path that keeps the budget is found by interpolation and bisection. Every
+   point is judged by a run of the whole replaced model on held-out inputs, not by predictions.
 3. From there, edges that the path had further on are tried one by one, and kept where the budget
    still holds.
 
@@ -13,12 +13,13 @@ A limit counts as kept if it is kept with one standard error to spare, where one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from subquad.passes.calibrate.measure import Candidate, SiteMeasurement
 from subquad.passes.calibrate.score import Score
-from subquad.runtime.budget import Budget
+from subquad.runtime.budget import AT_LEAST, Budget
 
 REFINEMENTS = 6
 """Runs of the third step."""
@@ -61,6 +62,23 @@ class PlanBudget:
                     f"the metric is {value}, more than {self.drop:g} below {self.base:g}"
                 )
         return sentences
+
+    def load(self, score: Score) -> float:
+        """How much of the budget is used: 1 = all of it; of several limits, the tightest."""
+        loads = [0.0]
+        for name, limit in (self.limits.limits if self.limits is not None else {}).items():
+            value = score.metrics.get(name)
+            if value is None:
+                continue
+            if name in AT_LEAST:
+                value, limit = 1.0 - value, 1.0 - limit
+            else:
+                value += score.errors.get(name, 0.0)
+            loads.append(value / limit if limit > 0 else math.inf)
+        if self.drop is not None and self.base is not None and score.custom is not None:
+            fall = self.base - score.custom
+            loads.append(fall / self.drop if self.drop > 0 else math.inf)
+        return max(loads)
 
 
 @dataclass(frozen=True)
@@ -177,14 +195,18 @@ class _Search:
         low, high = 0, len(self._path)
         if self._best.misses:
             return
+        guess = self._first_guess()
+        runs = 0
         while low < high:
-            # The far end first: where all of it fits, nothing else need be run.
-            middle = high if high == len(self._path) and low == 0 else (low + high + 1) // 2
+            # Every third run halves the rest, however bad the guesses are.
+            middle = (low + high + 1) // 2 if runs % 3 == 2 else min(max(guess, low + 1), high)
             judged = self._run(self._prefix(middle))
+            runs += 1
             if judged.misses:
                 high = middle - 1
             else:
                 low, self._best = middle, judged
+            guess = self._guess(judged)
         self._kept = low
 
     def refine(self, tries: int) -> None:
@@ -205,6 +227,29 @@ class _Search:
                 closed.add(step.rank)
             else:
                 self._best = judged
+
+    def _first_guess(self) -> int:
+        limits = self._budget.limits.limits if self._budget.limits is not None else {}
+        if "kl" in limits:
+            return self._reach(limits["kl"])
+        # Seen on decoders: perplexity rises by a third of the KL, or less.
+        return self._reach(3.0 * limits["ppl"]) if "ppl" in limits else len(self._path) // 2
+
+    def _guess(self, judged: Judged) -> int:
+        """Where the budget would be used up if it were used in proportion to predicted damage."""
+        load = self._budget.load(judged.score)
+        if not load > 0:
+            return len(self._path)
+        return self._reach(judged.predicted / load)
+
+    def _reach(self, damage: float) -> int:
+        """Steps of the path that are predicted to do at most this damage together."""
+        total = 0.0
+        for count, step in enumerate(self._path):
+            total += step.damage
+            if not total <= damage:
+                return count
+        return len(self._path)
 
     def result(self) -> SearchResult:
         exact = sum(site.exact_price for site in self._sites)

@@ -24,7 +24,7 @@ METRICS: Mapping[str, str] = {
     "rel": "relative L2 error of an output; worst output and length",
 }
 
-_AT_LEAST = frozenset({"top1", "cosine"})
+AT_LEAST = frozenset({"top1", "cosine"})
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Budget:
                     f"Budget {name}: cannot be measured here. kl and top1 need logits; ppl also "
                     "needs a causal language model and sequences of at least 2 tokens."
                 )
-            met = value >= limit if name in _AT_LEAST else value <= limit
+            met = value >= limit if name in AT_LEAST else value <= limit
             # Written so that NaN misses the limit.
             if not met:
-                word = "below" if name in _AT_LEAST else "above"
+                word = "below" if name in AT_LEAST else "above"
                 sentences.append(f"{name} is {value:.4g}, {word} the budget of {limit:.4g}")
         return sentences
 

@@ -105,6 +105,8 @@ def test_artifact_is_the_plan_s(source: Path, work: Path, plan: Any, tmp_path: P
     report = convert_with_budget(source, tmp_path / "out", REQUEST, work=work)
     facts = json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
     assert facts["planning"]["plan"]["sites"] == plan.plan.to_json()["sites"]
+    assert facts["probes"]["greedy"]["tokens"] == 32
+    assert {point["length"] for point in facts["probes"]["recall"]} == {96}
     # Sums are re-associated where segments meet.
     measured = plan.plan.to_json()["measured"]["metrics"]["kl"]
     assert facts["verified"]["metrics"]["kl"] == pytest.approx(measured, rel=1e-2)
