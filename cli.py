@@ -212,6 +212,19 @@ def _planning(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
+def _distilling() -> Any:
+    _converter()  # says which extra is missing
+    from subquad.converter import distilling
+
+    return distilling
+
+
+def _distil_settings(text: str, seed: int) -> Any:
+    from subquad.passes.repair.distil import DistilSettings
+
+    return DistilSettings.parse(text, seed)
+
+
 def _plan_request(**options: Any) -> Any:
     _converter()  # says which extra is missing
     from subquad.converter.planning import PlanRequest
@@ -313,6 +326,14 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     help="Plan of `subquad plan`, as it is or edited, instead of --force.",
 )
 @_planning
+@click.option(
+    "--distil",
+    metavar="SETTINGS",
+    is_flag=False,
+    flag_value="",
+    help="Train low-rank changes of the projections of replaced attentions on --data and merge "
+    "them: rank=8,steps=200,learning_rate=0.002.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
 @click.option(
     "--require-sites",
@@ -359,6 +380,7 @@ def convert(
     methods: tuple[str, ...] | None,
     work: Path | None,
     threads: int | None,
+    distil: str | None,
     overwrite: bool,
     require_sites: str | None,
     allow_declined: bool,
@@ -396,7 +418,43 @@ def convert(
             from subquad.converter.planning import convert_with_budget
 
             converted = convert_with_budget(
-                source, output, request, work=work, progress=progress, **shared
+                source,
+                output,
+                request,
+                work=work,
+                distil=None if distil is None else _distil_settings(distil, seed),
+                progress=progress,
+                **shared,
+            )
+        elif distil is not None:
+            converted = _distilling().convert_and_distil(
+                source,
+                output,
+                _converter().Selection.of(
+                    _merge_sites(force, sites),
+                    None,
+                    plan,
+                    strict_causal=strict_causal,
+                    allow_declined=allow_declined,
+                ),
+                _distilling().DistilRequest(
+                    _distil_settings(distil, seed),
+                    lengths=lengths,
+                    data=data,
+                    seed=seed,
+                    threads=threads,
+                    **{
+                        name: count
+                        for name, count in (
+                            ("calibration_tokens", calibration_tokens),
+                            ("heldout_tokens", heldout_tokens),
+                        )
+                        if count is not None
+                    },
+                ),
+                work=work,
+                progress=progress,
+                **shared,
             )
         else:
             converted = _converter().convert(
@@ -422,6 +480,8 @@ def convert(
     _print_rejections(console, report["rejections"])
     if budget:
         _print_plan(console, report["planning"])
+    if distil is not None:
+        _print_distillation(console, report["distillation"])
     seconds = sum(report["seconds"].values())
     peak = report.get("peak_rss_bytes")
     console.print(f"wrote {report['output']} in {seconds:.1f} s, peak memory {_size(peak)}")
@@ -909,6 +969,19 @@ def _print_sites(
         if record["reason"]:
             line = f"{record['site']['name']}: {record['reason']}"
             console.print(line, markup=False, highlight=False)
+
+
+def _print_distillation(console: Console, result: Mapping[str, Any] | None) -> None:
+    if result is None:
+        console.print("distillation: every attention is exact, so there was nothing to train")
+        return
+    if not result["best_step"]:
+        console.print("distillation: no step lowered the held-out loss, so nothing was changed")
+        return
+    console.print(
+        f"distillation: held-out loss {result['loss_before']:.4g} -> {result['loss_after']:.4g}, "
+        f"{len(result['changed'])} weights changed (step {result['best_step']})"
+    )
 
 
 def _print_rejections(console: Console, rejections: Sequence[Mapping[str, str]]) -> None:

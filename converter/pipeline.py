@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from subquad import __version__
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float | None], None]
 KernelKind = Literal["none", "cpu"]
+Repair = Callable[[ir.Model, Sequence[Assignment]], Mapping[str, Any]]
 
 REPORT_NAME = "report.json"
 _PACKAGES = (
@@ -138,6 +140,68 @@ class ConversionReport(InspectionReport):
         return super().to_json() | entries | self.facts
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What the user said that attentions shall become.
+
+    Attributes:
+        requests: from ``--force``.
+        plan: or a plan file.
+        strict_causal, allow_declined: as ``convert``.
+    """
+
+    requests: tuple[Request, ...]
+    plan: PlanFile | None
+    strict_causal: bool
+    allow_declined: bool
+
+    @staticmethod
+    def of(
+        force: Sequence[str] = (),
+        sites: str | None = None,
+        plan: Path | PlanFile | None = None,
+        *,
+        strict_causal: bool = False,
+        allow_declined: bool = False,
+    ) -> Selection:
+        """Read the texts.
+
+        Raises:
+            UsageError: unknown method, bad parameter, or texts that contradict each other.
+        """
+        requests = tuple(Request.parse(text, sites) for text in force)
+        for request in requests:
+            granularity = request.method.causal_granularity(request.params)
+            if strict_causal and granularity != 1:
+                raise UsageError(
+                    f"method {method_text(request.method, request.params)!r} is causal only in "
+                    f"blocks of {granularity} tokens; drop --strict-causal to allow it"
+                )
+        if sites is not None and not requests:
+            raise UsageError("a site pattern needs a method to apply: give --force METHOD as well")
+        if plan is not None and requests:
+            raise UsageError("a plan says what every attention becomes; drop --force or --plan")
+        read = PlanFile.read(plan) if isinstance(plan, Path) else plan
+        return Selection(requests, read, strict_causal, allow_declined)
+
+    def assignments(self, raised: RaisedSites, source_hash: str) -> list[Assignment]:
+        """One per site.
+
+        Raises:
+            UsageError: a pattern matches nothing, or the plan is of another source.
+            ReplacementError: a method declines its site, and that is not allowed.
+        """
+        if self.plan is None:
+            assignments = make_plan(raised.sites, self.requests)
+        else:
+            assignments = self.plan.assignments(
+                raised.sites, source_hash=source_hash, strict_causal=self.strict_causal
+            )
+        if not self.allow_declined:
+            _refuse_declined(assignments)
+        return assignments
+
+
 def inspect_source(source: Source, *, progress: Progress | None = None) -> InspectionReport:
     """Trace ``source`` and report every attention, proved or declined, without writing.
 
@@ -201,33 +265,16 @@ def convert(
     """
     if kernels not in get_args(KernelKind):
         raise UsageError(f"kernels must be none or cpu, got {kernels!r}")
-    requests = [Request.parse(text, sites) for text in force]
-    for request in requests:
-        granularity = request.method.causal_granularity(request.params)
-        if strict_causal and granularity != 1:
-            raise UsageError(
-                f"method {method_text(request.method, request.params)!r} is causal only in blocks "
-                f"of {granularity} tokens; drop --strict-causal to allow it"
-            )
-    if sites is not None and not requests:
-        raise UsageError("a site pattern needs a method to apply: give --force METHOD as well")
-    if plan is not None and requests:
-        raise UsageError("a plan says what every attention becomes; drop --force or --plan")
-    planned = PlanFile.read(plan) if isinstance(plan, Path) else plan
+    selection = Selection.of(
+        force, sites, plan, strict_causal=strict_causal, allow_declined=allow_declined
+    )
     needed = parse_required(require_sites)
     clock = StageClock(progress)
     with atomic_directory(output, overwrite=overwrite) as folder:
         traced, raised = _raised(source, clock)
         require_raised(raised, needed)
         with clock.stage("plan"):
-            if planned is None:
-                assignments = make_plan(raised.sites, requests)
-            else:
-                assignments = planned.assignments(
-                    raised.sites, source_hash=traced.source_hash, strict_causal=strict_causal
-                )
-            if not allow_declined:
-                _refuse_declined(assignments)
+            assignments = selection.assignments(raised, traced.source_hash)
         report = write_artifact(
             folder,
             traced,
@@ -258,6 +305,7 @@ def write_artifact(
     require_kernels: bool = False,
     templates: Mapping[str, str] = CPU_TEMPLATES,
     facts: Mapping[str, Any] | None = None,
+    repair: Repair | None = None,
     finish: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> ConversionReport:
     """Carry out ``plan`` and write the artifact into the empty ``folder``.
@@ -270,6 +318,7 @@ def write_artifact(
         shown_as: where ``folder`` will be.
         seed, kernels, require_kernels, templates: as ``convert``.
         facts: further entries of ``report.json``.
+        repair: changes weights of the rewritten model; returns more entries.
         finish: looks at the checked artifact before its report is written; returns more entries.
 
     Raises:
@@ -278,6 +327,10 @@ def write_artifact(
     """
     with clock.stage("replace"):
         variants = replace_sites(traced.model, plan)
+    repaired: Mapping[str, Any] = {}
+    if repair is not None:
+        with clock.stage("repair"):
+            repaired = repair(traced.model, plan)
     built = KernelBuild()
     if kernels == "cpu" or require_kernels:
         with clock.stage("kernels"):
@@ -316,7 +369,11 @@ def write_artifact(
         output=str(shown_as),
         files=files,
         check=check,
-        facts={**(facts or {}), **(finish(folder) if finish is not None else {})},
+        facts={
+            **(facts or {}),
+            **repaired,
+            **(finish(folder) if finish is not None else {}),
+        },
     )
     text = json.dumps(json_ready(report.to_json()), indent=1, sort_keys=True)
     (folder / REPORT_NAME).write_text(text + "\n", "utf-8")

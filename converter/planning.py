@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.base_artifact import base_artifact, content_hash, reopen
+from subquad.converter.distilling import distillation
 from subquad.converter.pipeline import (
     ConversionReport,
     KernelKind,
+    Repair,
     StageClock,
     write_artifact,
 )
@@ -53,6 +55,7 @@ from subquad.passes.plan_report import plan_file
 from subquad.passes.planner import Choice, PlanBudget, search
 from subquad.passes.prices import Objective, choose_prices
 from subquad.passes.recognise.site import AttentionSite
+from subquad.passes.repair.distil import DistilSettings
 from subquad.runtime.artifact import Artifact, check_inputs, load
 from subquad.runtime.budget import Budget
 from subquad.runtime.errors import BudgetError, UsageError
@@ -171,6 +174,7 @@ def convert_with_budget(
     require_sites: str | None = None,
     kernels: KernelKind = "none",
     require_kernels: bool = False,
+    distil: DistilSettings | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Plan and convert.
@@ -178,6 +182,7 @@ def convert_with_budget(
     Args:
         source, output, overwrite, require_sites, kernels, require_kernels: as ``convert``.
         request: what to plan for.
+        distil: train the replaced attentions on the calibration inputs.
         work: as ``plan_source``; by default ``OUTPUT.work``, removed when all is done.
 
     Raises:
@@ -206,6 +211,7 @@ def convert_with_budget(
             kernels=kernels,
             require_kernels=require_kernels,
             facts={"planning": planned.to_json()},
+            repair=None if distil is None else planning.distillation(distil),
             finish=planning.verify,
         )
     if work is None:
@@ -331,6 +337,12 @@ class _Planning:
             return found
 
         return run
+
+    def distillation(self, settings: DistilSettings) -> Repair:
+        """Training on the calibration inputs, judged by the held-out ones."""
+        return distillation(
+            self.base, self.manifest, self._data, settings, self._request.threads, self._clock
+        )
 
     # --- stages ---
 

@@ -55,6 +55,25 @@ class DistilSettings:
     checks: int = 8
     seed: int = 0
 
+    @staticmethod
+    def parse(text: str, seed: int = 0) -> DistilSettings:
+        """Read ``rank=8,steps=200,learning_rate=0.002``; what is not named keeps its default.
+
+        Raises:
+            UsageError: unknown name or bad value.
+        """
+        kinds = {"rank": int, "steps": int, "learning_rate": float, "checks": int}
+        values: dict[str, Any] = {}
+        for pair in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = pair.partition("=")
+            if name not in kinds:
+                raise UsageError(f"distillation has no setting {name!r}; it has {', '.join(kinds)}")
+            try:
+                values[name] = kinds[name](value)
+            except ValueError as error:
+                raise UsageError(f"distillation: {name}={value} is no number") from error
+        return DistilSettings(seed=seed, **values)
+
     def __post_init__(self) -> None:
         if self.rank < 1 or self.steps < 1 or self.checks < 1:
             raise UsageError(f"rank, steps and checks must be 1 or more, got {self}")
