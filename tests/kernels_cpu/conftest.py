@@ -48,7 +48,7 @@ def _compile(variant: Any, params: tuple[tuple[str, int], ...]) -> Any:
 
 def _outputs(variant: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
     """Buffers of the outputs' shapes, full of NaN."""
-    sizes = {
+    sizes: dict[str, int] = {
         dim: size
         for spec in variant.inputs
         if spec is not None
