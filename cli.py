@@ -334,6 +334,12 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     help="Train low-rank changes of the projections of replaced attentions on --data and merge "
     "them: rank=8,steps=200,learning_rate=0.002.",
 )
+@click.option(
+    "--refit/--no-refit",
+    default=True,
+    show_default=True,
+    help="With --budget: refit output projections where that helps on held-out data.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
 @click.option(
     "--require-sites",
@@ -381,6 +387,7 @@ def convert(
     work: Path | None,
     threads: int | None,
     distil: str | None,
+    refit: bool,
     overwrite: bool,
     require_sites: str | None,
     allow_declined: bool,
@@ -412,6 +419,7 @@ def convert(
                 methods=methods,
                 calibration_tokens=calibration_tokens,
                 heldout_tokens=heldout_tokens,
+                refit=refit,
                 threads=threads,
                 kernels=kernels == "cpu" or require_kernels,
             )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from subquad.converter.atomic import atomic_directory
@@ -47,6 +48,7 @@ from subquad.passes.calibrate.measure import (
     assignment_of,
     measure_sites,
 )
+from subquad.passes.calibrate.refit import refit_projections
 from subquad.passes.calibrate.score import Score, Scorer
 from subquad.passes.calibrate.segments import load_split
 from subquad.passes.plan import Assignment
@@ -91,6 +93,7 @@ class PlanRequest:
         seed: of everything random.
         strict_causal: exclude methods that are causal only between blocks of tokens.
         methods: names of the methods to try; empty = all that there are.
+        refit: whether output projections are refitted; see ``passes/calibrate/refit.py``.
         threads: for one operator.
         kernels: whether plans are measured with compiled kernels, as they will run.
         calibration_tokens, heldout_tokens: how many of each to run, per length.
@@ -104,6 +107,7 @@ class PlanRequest:
     seed: int = 0
     strict_causal: bool = False
     methods: tuple[str, ...] = ()
+    refit: bool = True
     threads: int | None = None
     kernels: bool = False
     calibration_tokens: int = CALIBRATION_TOKENS
@@ -200,6 +204,10 @@ def convert_with_budget(
             source_hash=planning.manifest.source["hash"],
             strict_causal=request.strict_causal,
         )
+        refit = planning.refit() if request.refit else Refitted({}, {"asked_for": False})
+        for name, values in refit.weights.items():
+            initializer = traced.model.graph.initializers[name]
+            initializer.const_value = ir.tensor(values, name=name)
         report = write_artifact(
             folder,
             traced,
@@ -210,13 +218,21 @@ def convert_with_budget(
             seed=request.seed,
             kernels=kernels,
             require_kernels=require_kernels,
-            facts={"planning": planned.to_json()},
+            facts={"planning": planned.to_json(), "refit": refit.facts},
             repair=None if distil is None else planning.distillation(distil),
             finish=planning.verify,
         )
     if work is None:
         shutil.rmtree(place, ignore_errors=True)
     return report
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """Weights to replace, by initializer, and what the report says of it."""
+
+    weights: Mapping[str, NDArray[np.float32]]
+    facts: Mapping[str, Any]
 
 
 class _Planning:
@@ -262,6 +278,7 @@ class _Planning:
             budget = PlanBudget(self._limits, self._drop, self._custom_base())
             self._budget = budget
             found = search(measured, budget, self._judge)
+            self._chosen = found.chosen
         return PlanningReport(
             plan=plan_file(
                 self.manifest,
@@ -290,6 +307,47 @@ class _Planning:
             seconds=dict(clock.seconds),
             peak_rss_bytes=peak_rss_bytes(),
         )
+
+    def refit(self) -> Refitted:
+        """Projections that bring the chosen plan nearer to the exact model, if there are any."""
+        chosen = self._chosen
+        if not chosen.choice:
+            return Refitted({}, {"why": "nothing was replaced"})
+        with self._clock.stage("refit"):
+            plan = {
+                rank: assignment_of(self._sites[rank], candidate.text)
+                for rank, candidate in chosen.choice.items()
+            }
+            engine = self._engine.fresh()
+            refits = refit_projections(engine, plan, self._data.calibration, self._data.heldout)
+            self._teach()
+            feeds = [batch.feeds for batch in self._data.heldout]
+            score = self._scorer.score(lambda finish: engine.run(feeds, plan, finish=finish))
+        facts: dict[str, Any] = {
+            "sites": [
+                {
+                    "name": self._sites[refit.rank].name,
+                    "before": refit.before,
+                    "after": refit.after,
+                    "applied": refit.values is not None,
+                }
+                for refit in refits
+            ],
+            "measured": score.to_json(),
+        }
+        worse = score.damage >= chosen.score.damage
+        if worse or self._limits_missed(score) or self._metric is not None:
+            why = (
+                "the user's metric judged the plan without it"
+                if self._metric is not None
+                else "it brings the outputs no nearer to the exact model on held-out inputs"
+            )
+            return Refitted({}, {"applied": False, "why": why, **facts})
+        weights = {refit.weight: refit.values for refit in refits if refit.values is not None}
+        return Refitted(weights, {"applied": bool(weights), **facts})
+
+    def _limits_missed(self, score: Score) -> bool:
+        return bool(PlanBudget(self._limits).misses(score))
 
     def verify(self, folder: Path) -> dict[str, Any]:
         """The artifact in ``folder``, as it ships, on the held-out inputs.

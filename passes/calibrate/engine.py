@@ -85,6 +85,10 @@ class Engine:
     _attentions: dict[str, _Opened] = field(default_factory=dict)
     _texts: dict[tuple[int, str], str] = field(default_factory=dict)
 
+    def fresh(self) -> Engine:
+        """One that shares the sessions of attentions, but none that weights may change."""
+        return dataclasses.replace(self, weights={}, _pieces={})
+
     def run(
         self,
         batches: Sequence[Mapping[str, Array]],
@@ -145,6 +149,18 @@ class Engine:
         )
         stream = found[projection.stream] if projection.stream is not None else None
         return found[projection.output], stream
+
+    def operand(self, rank: int, state: State, output: Array) -> Array:
+        """What the weights of the site's projection multiply, ``[..., inputs]``."""
+        projection = self.split.sites[rank].projection
+        assert not isinstance(projection, str)
+        values = {**state, self.split.sites[rank].output: output}
+        if not projection.operand.nodes:
+            return output
+        opened = self._piece(f"operand {rank}", projection.operand, values)
+        feeds = {name: values[name] for name in opened.inputs}
+        found: Array = run_session(opened.session, feeds, opened.outputs)[0]
+        return found
 
     # --- running ---
 

@@ -55,14 +55,16 @@ class Projection:
         piece: from the attention's output to ``output`` and, where there is one, ``stream``.
         output: the projected attention, linear in the attention's output (up to a bias).
         stream: ``output`` plus the residual; ``None`` if something else follows.
-        weight: initializer of the last matrix product, ``[inputs, outputs]``; ``None`` if there
-            is no product with a constant.
+        weight: initializer of the last matrix product, ``[inputs, outputs]``; ``None`` if it is
+            not stored that way.
+        operand: what that product multiplies, and the way to it.
     """
 
     piece: Piece
     output: str
     stream: str | None
     weight: str | None
+    operand: Piece
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,10 @@ class SplitModel:
         content: bytes = model.SerializeToString()
         return content
 
+    def uses(self, weight: str) -> int:
+        """How many nodes read an initializer."""
+        return sum(weight in reads for reads in self._reads)
+
     def weight(self, name: str, folder: Path) -> NDArray[np.float32]:
         """An initializer as an array."""
         return np.array(onnx.numpy_helper.to_array(self._weights[name], str(folder)))
@@ -248,7 +254,7 @@ class SplitModel:
         for index, reads in enumerate(self._reads):
             for name in reads:
                 users.setdefault(name, []).append(index)
-        value, weight, stream, projected = start, None, None, False
+        value, weight, stream, factor = start, None, None, ""
         while len(users.get(value, ())) == 1 and value not in self._outputs:
             node = self._nodes[users[value][0]]
             others = [name for name in node.input if name != value]
@@ -264,11 +270,11 @@ class SplitModel:
             if not (moves or (fixed and (scales or multiplies))):
                 break
             if multiplies:
-                projected = True
+                factor = value
                 # Gemm may transpose its weights, so they are not ``[inputs, outputs]``.
                 weight = node.input[1] if kind == "MatMul" else None
             value = node.output[0]
-        if not projected:
+        if not factor:
             return "no product with constant weights follows the attention"
         for targets in ([value, stream], [value]):
             named = [name for name in targets if name is not None]
@@ -280,6 +286,7 @@ class SplitModel:
                     value,
                     stream if stream in named else None,
                     weight if weight in self._weights else None,
+                    self._piece(self._needed([factor], start), [factor]),
                 )
         return "the projection needs values of later attentions"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -102,7 +103,9 @@ def test_other_options_are_other_results(source: Path, work: Path, plan: Any) ->
 
 
 def test_artifact_is_the_plan_s(source: Path, work: Path, plan: Any, tmp_path: Path) -> None:
-    report = convert_with_budget(source, tmp_path / "out", REQUEST, work=work)
+    report = convert_with_budget(
+        source, tmp_path / "out", dataclasses.replace(REQUEST, refit=False), work=work
+    )
     facts = json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
     assert facts["planning"]["plan"]["sites"] == plan.plan.to_json()["sites"]
     assert facts["probes"]["greedy"]["tokens"] == 32
@@ -117,6 +120,37 @@ def test_artifact_is_the_plan_s(source: Path, work: Path, plan: Any, tmp_path: P
     convert(source, tmp_path / "direct", plan=tmp_path / "plan.json")
     for name in FILES:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()
+
+
+def test_refit_brings_the_artifact_nearer(
+    source: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear attention everywhere: an error large enough that weights can make up for some."""
+    import onnx
+
+    from subquad.passes.methods.elu import EluMethod, EluParameters
+
+    monkeypatch.setattr(EluMethod, "candidates", lambda *arguments: [EluParameters()])
+    sizes = SIZES | {"calibration_tokens": 4800}
+    request = PlanRequest(budget=("kl=100",), methods=("elu",), **sizes)
+    report = convert_with_budget(source, tmp_path / "out", request, work=work)
+    facts = report.to_json()
+    assert facts["refit"]["applied"] and any(s["applied"] for s in facts["refit"]["sites"])
+    before = facts["planning"]["plan"]["measured"]["metrics"]["kl"]
+    assert facts["verified"]["metrics"]["kl"] < before
+    # The reference keeps its own weights, and both share the rest.
+    names = [s["name"] for s in facts["refit"]["sites"] if s["applied"]]
+    places = []
+    for file in ("model.onnx", "reference.onnx"):
+        model = onnx.load(tmp_path / "out" / file, load_external_data=False)
+        places.append(
+            {
+                tensor.name: {entry.key: entry.value for entry in tensor.external_data}
+                for tensor in model.graph.initializer
+            }
+        )
+    moved = [n for n in places[0] if n in places[1] and places[0][n] != places[1][n]]
+    assert len(moved) == len(names) and all(name.startswith("wo") for name in moved)
 
 
 def test_an_artifact_that_misses_the_budget_is_not_written(
