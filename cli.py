@@ -272,13 +272,39 @@ Examples:
   subquad inspect ./bert-base
   subquad inspect model.onnx --json
   subquad inspect out                     what became of every attention
+  subquad inspect ./gpt --data text.txt   and where its heads look
 """
 )
 @click.argument("source", metavar="SOURCE|ARTIFACT")
+@click.option(
+    "--data",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Sample inputs to take statistics of the heads on: a text, .jsonl or .npz file, or a "
+    "folder of such files; may repeat.",
+)
+@click.option(
+    "--lengths", type=_IntList(), default="1024", show_default=True, help="Tokens per row of them."
+)
 @_common
-def inspect(source: str, as_json: bool) -> None:
+def inspect(source: str, data: tuple[Path, ...], lengths: tuple[int, ...], as_json: bool) -> None:
     """Show every attention that is found, with its proved mask; writes nothing."""
-    if _is_artifact(source):
+    if data and _is_artifact(source):
+        raise UsageError("--data needs the source: an artifact's heads are those of its source.")
+    if data:
+        import tempfile
+
+        _converter()  # says which extra is missing
+        from subquad.converter.head_statistics import inspect_heads
+
+        with (
+            _working() as progress,
+            tempfile.TemporaryDirectory(prefix="subquad-") as scratch,
+        ):
+            report = inspect_heads(
+                source, data=data, lengths=lengths, work=Path(scratch, "work"), progress=progress
+            )
+    elif _is_artifact(source):
         from subquad.runtime.artifact import open_manifest
         from subquad.runtime.jsonable import json_ready
 
@@ -294,6 +320,8 @@ def inspect(source: str, as_json: bool) -> None:
     _print_source(console, report)
     _print_sites(console, report["sites"], converted=_is_artifact(source))
     _print_rejections(console, report["rejections"])
+    if data:
+        _print_heads(console, report)
 
 
 @cli.command(
@@ -998,6 +1026,28 @@ def _print_rejections(console: Console, rejections: Sequence[Mapping[str, str]])
     for item in rejections:
         where = item.get("where") or "?"
         console.print(f"  {where}: {item['reason']}", markup=False, highlight=False)
+
+
+def _print_heads(console: Console, report: Mapping[str, Any]) -> None:
+    """Statistics of the heads of every attention, as means over its heads."""
+    table = _table(
+        "attention", ">entropy", ">sinks", ">in 64", ">in 256", ">blocks 90%", ">95%", ">99%"
+    )
+    for name, item in report["statistics"].items():
+        window, density = item["window_mass"], item["density"]
+        shares = (
+            item["entropy"],
+            item["sink_mass"],
+            *(window["64"], window["256"]),
+            *(density["0.9"], density["0.95"], density["0.99"]),
+        )
+        _add(table, name, *(f"{sum(share) / len(share):.0%}" for share in shares))
+    console.print(table)
+    line = (
+        "means over heads: entropy (100% = uniform), mass on the first 4 tokens and in windows, "
+        f"blocks of 64 keys needed for 90, 95 and 99 % of the mass; {report['data']}"
+    )
+    console.print(line, markup=False, highlight=False)
 
 
 def _print_plan(console: Console, report: Mapping[str, Any]) -> None:

@@ -54,6 +54,20 @@ def test_plan_writes_a_file_that_convert_takes(run: Run, folder: Path, tmp_path:
     assert json.loads(again.stdout)["plan"]["runs"] >= 2
 
 
+def test_inspect_shows_where_heads_look(run: Run, folder: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, exact_folder.VOCABULARY, (4, 90))
+    np.savez(tmp_path / "rows.npz", input_ids=ids, attention_mask=np.ones_like(ids))
+    result = run("inspect", folder / "deep.onnx", "--data", tmp_path / "rows.npz")
+    assert result.exit_code == 0, result.stderr
+    words = " ".join(result.stdout.split())
+    assert "entropy" in words and "attention.2" in words and "4 rows of arrays" in words
+    refused = run("inspect", tmp_path, "--data", tmp_path / "none.npz")
+    assert refused.exit_code != 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
