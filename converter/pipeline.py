@@ -30,6 +30,7 @@ from subquad import __version__
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.check import check_artifact
 from subquad.converter.emit import copy_files, place_files, write_models
+from subquad.converter.html_report import html_report
 from subquad.converter.source import trace
 from subquad.converter.traced import TracedModel
 from subquad.kernels.host.build import LIBRARY_NAME, KernelBuild, build_kernels
@@ -72,6 +73,7 @@ KernelKind = Literal["none", "cpu"]
 Repair = Callable[[ir.Model, Sequence[Assignment]], Mapping[str, Any]]
 
 REPORT_NAME = "report.json"
+PAGE_NAME = "report.html"
 _PACKAGES = (
     "apache-tvm",
     "onnx-ir",
@@ -377,6 +379,7 @@ def write_artifact(
     )
     text = json.dumps(json_ready(report.to_json()), indent=1, sort_keys=True)
     (folder / REPORT_NAME).write_text(text + "\n", "utf-8")
+    (folder / PAGE_NAME).write_text(html_report(json.loads(text)), "utf-8")
     return report
 
 
