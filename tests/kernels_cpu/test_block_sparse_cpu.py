@@ -24,12 +24,9 @@ RunKernel = Callable[..., Any]
 PLAIN = BlockSparseVariant(2, 2, 64, 64, 0.125, block=64)
 CAUSAL = BlockSparseVariant(4, 2, 40, 24, 0.2, block=16, window_right=0, has_key_mask=True)
 WINDOW = BlockSparseVariant(
-    6, 2, 5, 7, 0.4, block=20, window_left=50, window_right=0, has_key_mask=True
+    6, 2, 5, 7, 0.4, block=20, softcap=2.5, window_left=50, window_right=9, has_key_mask=True
 )
-CAPPED = BlockSparseVariant(
-    3, 1, 16, 33, 0.3, block=200, softcap=2.5, window_left=30, window_right=9, has_key_mask=True
-)
-VARIANTS = [PLAIN, CAUSAL, WINDOW, CAPPED]
+VARIANTS = [PLAIN, CAUSAL, WINDOW]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.overload)
 LENGTHS = [1, 7, 63, 64, 65, 200, 1000]
 
@@ -105,12 +102,9 @@ def test_batch_rows_are_independent(run_kernel: RunKernel) -> None:
     assert np.array_equal(run_kernel(CAUSAL, alone)[0], whole[1])
 
 
-@pytest.mark.parametrize(
-    "params",
-    [{"vectors": 3, "rows": 4, "keys": 64}, {"lanes": 16, "vectors": 1, "rows": 5, "keys": 7}],
-    ids=str,
-)
-def test_any_parameters_give_the_same(run_kernel: RunKernel, params: dict[str, int]) -> None:
+def test_any_parameters_give_the_same(run_kernel: RunKernel) -> None:
+    # Panels that do not fill a block, blocks of several runs of keys.
+    params = {"vectors": 3, "rows": 4, "keys": 7}
     rng = np.random.default_rng(6)
     case = with_lists(rng, WINDOW, make_case(rng, WINDOW, "left", 150, 150))
     assert relative_error(run_kernel(WINDOW, case, params), reference(WINDOW, case)) < TOLERANCE
@@ -121,7 +115,6 @@ SELECTORS = [
     BlockSelectVariant(
         3, 1, 40, 0.3, block=16, estimator="causal", window_right=0, has_key_mask=True
     ),
-    BlockSelectVariant(2, 2, 8, 0.7, block=12, sinks=0),
     BlockSelectVariant(
         4,
         4,
