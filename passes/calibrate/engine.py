@@ -38,6 +38,9 @@ Visitor = Callable[[int, Sequence[State]], None]
 Finish = Callable[[int, Mapping[str, Array]], None]
 """Called with each batch's number and outputs."""
 
+OPEN_ATTENTIONS = 64
+"""Sessions of attentions that are kept; more would be most of the memory."""
+
 _SITE = "site"
 
 BLOCK_COUNTS = "block_counts"
@@ -50,11 +53,11 @@ class SiteResult:
 
     Attributes:
         output: as the site's node makes it.
-        kept_blocks: how many blocks of keys a selector has kept; ``None`` without one.
+        kept: how many blocks of keys a selector has kept, per query head; ``None`` without one.
     """
 
     output: NDArray[np.float32]
-    kept_blocks: int | None = None
+    kept: NDArray[np.int64] | None = None
 
 
 @dataclass
@@ -130,7 +133,7 @@ class Engine:
         opened = self._attention(split_site, assignment, values)
         feeds = {role: values[role] for role in opened.inputs}
         output, *rest = run_session(opened.session, feeds, opened.outputs)
-        kept = int(rest[0].sum(dtype=np.int64)) if rest else None
+        kept = rest[0].sum(axis=(0, 2), dtype=np.int64) if rest else None
         return SiteResult(output, kept)
 
     def project(self, rank: int, state: State, output: Array) -> tuple[Array, Array | None]:
@@ -223,10 +226,18 @@ class Engine:
             )
             key = hashlib.sha256(model).hexdigest()
             if key not in self._attentions:
+                while len(self._attentions) >= OPEN_ATTENTIONS:
+                    self._close_oldest()
                 session = self._open(model, () if library is None else (library,))
                 self._attentions[key] = _Opened(session, inputs, outputs)
             self._texts[place] = key
         return self._attentions[self._texts[place]]
+
+    def _close_oldest(self) -> None:
+        key = next(iter(self._attentions))
+        del self._attentions[key]
+        for place in [place for place, known in self._texts.items() if known == key]:
+            del self._texts[place]
 
     def _open(self, model: bytes, libraries: Sequence[Path] = ()) -> Any:
         return open_session(

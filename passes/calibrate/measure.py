@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,9 @@ NEGLIGIBLE = 1e-4
 
 SMALLEST_DAMAGE = 1e-9
 """Below it a damage is rounding; the sensitivity is then taken from the worst candidate."""
+
+
+_TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,54 @@ def measure_sites(
         engine.run([b.feeds for b in (*calibration, *probes)], {}, visit=visit)
 
 
+@dataclass(frozen=True)
+class HeadCosts:
+    """What each query head contributes, ``[heads]``.
+
+    Attributes:
+        errors: squared, relative to the residual stream, as if only this head changed.
+        work: blocks that its selector keeps; ``None`` without one.
+    """
+
+    errors: NDArray[np.float64]
+    work: NDArray[np.float64] | None
+
+    def plus(self, errors: NDArray[np.float64], work: NDArray[np.float64] | None) -> HeadCosts:
+        if self.work is not None and work is not None:
+            work = self.work + work
+        return HeadCosts(self.errors + errors, work)
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """What the exact attention gives: heads, their projection, and the stream with it."""
+
+    output: NDArray[np.float32]
+    projected: NDArray[Any]
+    stream: NDArray[Any] | None
+
+
+def mix_levels(errors: NDArray[np.float64], work: NDArray[np.float64], limit: float) -> list[int]:
+    """A level for every head: errors add up to at most ``limit`` at little work.
+
+    Args:
+        errors, work: ``[levels, heads]``.
+        limit: on the sum of errors; if no mix keeps it, the most exact one.
+    """
+    heads = np.arange(errors.shape[1])
+    levels = np.argmin(work, axis=0)
+    while errors[levels, heads].sum() > limit:
+        gain = errors[levels, heads] - errors
+        extra = work - work[levels, heads]
+        # What lowers the error without more work comes first.
+        ratio = np.where(gain > 0, gain / np.maximum(extra, 1e-9), -np.inf)
+        level, head = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+        if not ratio[level, head] > 0:
+            break
+        levels[head] = level
+    return [int(level) for level in levels]
+
+
 class _Site:
     """Measures one site."""
 
@@ -208,28 +260,37 @@ class _Site:
         self._calibration = calibration
         self._probes = probes
         self._scorer = scorer
+        self._weight = self._projection_weight()
+
+    def _projection_weight(self) -> NDArray[np.float32] | None:
+        """Weights of the projection, rows by head; ``None`` if it has none of that form."""
+        projection = self._split_site.projection
+        if isinstance(projection, str) or projection.weight is None:
+            return None
+        weight = self._engine.split.weight(projection.weight, self._engine.folder)
+        rows = self._site.num_heads * self._site.value_dim
+        return weight if weight.ndim == 2 and len(weight) == rows else None
 
     def run(self, states: Sequence[State]) -> SiteMeasurement:
         count = len(self._calibration)
         measured, probes = states[:count], states[count:]
         statistics = self._statistics(measured)
-        exact = [self._engine.attention(self._rank, state, None).output for state in measured]
-        projected = [
-            self._engine.project(self._rank, state, output)
-            for state, output in zip(measured, exact, strict=True)
-        ]
+        exact = []
+        for state in measured:
+            output = self._engine.attention(self._rank, state, None).output
+            exact.append(_Exact(output, *self._engine.project(self._rank, state, output)))
         candidates: list[Candidate] = []
         declined: dict[str, str] = {}
         for method in METHODS:
             wanted = not self._question.methods or method.name in self._question.methods
             if method.name == DENSE or not wanted:
                 continue
-            found = self._method(method, statistics, measured, projected)
+            found = self._method(method, statistics, measured, exact)
             if isinstance(found, Rejection):
                 declined[method.name] = found.reason
             else:
                 candidates += found
-        whole = any(stream is not None for _, stream in projected)
+        whole = any(item.stream is not None for item in exact)
         known = not isinstance(self._split_site.projection, str)
         where = "residual stream" if whole else "projection" if known else "heads"
         return SiteMeasurement(
@@ -260,7 +321,7 @@ class _Site:
         method: Method[Any],
         statistics: SiteStatistics,
         states: Sequence[State],
-        projected: Sequence[tuple[NDArray[Any], NDArray[Any] | None]],
+        exact: Sequence[_Exact],
     ) -> list[Candidate] | Rejection:
         """The ladder of one method, cheapest first, until the error is negligible."""
         ladder = method.candidates(
@@ -271,6 +332,7 @@ class _Site:
         if isinstance(ladder, Rejection):
             return ladder
         found: list[Candidate] = []
+        tried: list[tuple[Any, HeadCosts]] = []
         refusal = Rejection("has no candidate at these lengths")
         for params in ladder:
             text = method_text(method, params)
@@ -282,22 +344,54 @@ class _Site:
                 refusal = refused
                 continue
             assignment = Assignment(self._site, method, params)
-            candidate = self._candidate(text, assignment, states, projected)
-            if isinstance(candidate, Rejection):
-                refusal = candidate
+            made = self._candidate(text, assignment, states, exact)
+            if isinstance(made, Rejection):
+                refusal = made
                 continue
+            candidate, heads = made
             found.append(candidate)
+            tried.append((params, heads))
             if candidate.error < NEGLIGIBLE:
                 break
+        found += self._mixes(method, tried, states, exact)
         return found or refusal
+
+    def _mixes(
+        self,
+        method: Method[Any],
+        tried: Sequence[tuple[Any, HeadCosts]],
+        states: Sequence[State],
+        exact: Sequence[_Exact],
+    ) -> list[Candidate]:
+        """Candidates in which every head has its own of the parameters tried.
+
+        Between two of them, the mix has the geometric mean of their errors at the least work.
+        """
+        tried = [(params, heads) for params, heads in tried if heads.work is not None]
+        if len(tried) < 2:
+            return []
+        errors = np.stack([heads.errors for _, heads in tried])
+        work = np.stack([heads.work for _, heads in tried if heads.work is not None])
+        totals = errors.sum(axis=1)
+        found = []
+        for low, high in pairwise(totals):
+            levels = mix_levels(errors, work, math.sqrt(low * high))
+            params = method.mixed([tried[level][0] for level in levels])
+            if params is None or len(set(levels)) == 1:
+                continue
+            assignment = Assignment(self._site, method, params)
+            made = self._candidate(method_text(method, params), assignment, states, exact)
+            if not isinstance(made, Rejection):
+                found.append(made[0])
+        return found
 
     def _candidate(
         self,
         text: str,
         assignment: Assignment,
         states: Sequence[State],
-        projected: Sequence[tuple[NDArray[Any], NDArray[Any] | None]],
-    ) -> Candidate | Rejection:
+        exact: Sequence[_Exact],
+    ) -> tuple[Candidate, HeadCosts] | Rejection:
         price = self._price(assignment, {})
         if isinstance(price, Rejection):
             return price
@@ -306,18 +400,21 @@ class _Site:
             return Rejection(f"{text} costs as much as the exact attention at these lengths")
         squares: dict[int, list[float]] = {}
         densities: dict[int, list[float]] = {}
-        for batch, state, (output, stream) in zip(
-            self._calibration, states, projected, strict=True
-        ):
+        heads = HeadCosts(np.zeros(self._site.num_heads), None)
+        for batch, state, known in zip(self._calibration, states, exact, strict=True):
             result = self._engine.attention(self._rank, state, assignment)
             moved, _ = self._engine.project(self._rank, state, result.output)
-            base = output if stream is None else stream
+            base = known.projected if known.stream is None else known.stream
             sums = squares.setdefault(batch.length, [0.0, 0.0])
-            sums[0] += _square(moved - output)
+            sums[0] += _square(moved - known.projected)
             sums[1] += _square(base)
-            if result.kept_blocks is not None:
-                share = self._density(assignment, state, result.kept_blocks)
+            work = None
+            if result.kept is not None:
+                share = self._density(assignment, state, int(result.kept.sum()))
                 densities.setdefault(batch.length, []).append(share)
+                work = result.kept.astype(np.float64)
+            change = self._head_errors(result.output - known.output)
+            heads = heads.plus(change / max(_square(base), _TINY), work)
         means = {length: float(np.mean(shares)) for length, shares in densities.items()}
         price = self._price(assignment, means)
         if isinstance(price, Rejection):
@@ -325,7 +422,24 @@ class _Site:
         errors = {
             n: math.sqrt(error / base) if base else 0.0 for n, (error, base) in squares.items()
         }
-        return Candidate(text, errors, means, price)
+        return Candidate(text, errors, means, price), heads
+
+    def _head_errors(self, change: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Squared change of the projected output by each head alone, ``[heads]``.
+
+        Where the projection is not known, of the head's own output.
+        """
+        by_head = change.swapaxes(0, 1).reshape(change.shape[1], -1, change.shape[3])
+        if self._weight is None:
+            return np.array([_square(part) for part in by_head])
+        parts = self._weight.reshape(len(by_head), change.shape[3], -1)
+        # Through the Gram matrix of a head's weights: few columns instead of the model's width.
+        return np.array(
+            [
+                float(((part.T @ part) * (weight @ weight.T)).sum())
+                for part, weight in zip(by_head, parts, strict=True)
+            ]
+        )
 
     def _price(self, assignment: Assignment, densities: Mapping[int, float]) -> float | Rejection:
         question = self._question

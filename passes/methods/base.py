@@ -24,7 +24,7 @@ LARGEST_PARAMETER = 2**31 - 1
 WHOLE = 0
 """Piece granularity of a method whose prefill cannot be cut."""
 
-Value = int | float | str
+Value = int | float | str | tuple[float, ...]
 """What a parameter may be."""
 
 
@@ -36,6 +36,15 @@ def parameter(meaning: str, *, minimum: int, default: int | None = None) -> Any:
 def number(meaning: str, *, low: float, high: float, default: float | None = None) -> Any:
     """A dataclass field for one real parameter from ``low`` to ``high``."""
     return _field({"meaning": meaning, "kind": float, "range": (low, high)}, default)
+
+
+def numbers(meaning: str, *, low: float, high: float, default: float | None = None) -> Any:
+    """A dataclass field for one real parameter, or a tuple of one for every query head.
+
+    Written ``0.97``, or ``0.9/0.95/0.9``.
+    """
+    metadata = {"meaning": meaning, "kind": float, "range": (low, high), "per_head": True}
+    return _field(metadata, default)
 
 
 def choice(meaning: str, *options: str, default: str | None = None) -> Any:
@@ -83,7 +92,7 @@ class Parameters:
 
     def describe(self) -> str:
         """The text :meth:`parse` reads back."""
-        return ",".join(f"{spec.name}={getattr(self, spec.name)}" for spec in fields(self))
+        return ",".join(f"{spec.name}={_text(getattr(self, spec.name))}" for spec in fields(self))
 
     def to_json(self) -> dict[str, Value]:
         return {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -92,14 +101,24 @@ class Parameters:
 def _read(spec: Field[Any], text: str) -> Value:
     kind = spec.metadata["kind"]
     try:
+        if spec.metadata.get("per_head") and "/" in text:
+            return tuple(kind(word) for word in text.split("/"))
         value: Value = kind(text)
     except ValueError:
         raise _wrong(spec, repr(text)) from None
     return value
 
 
+def _text(value: Value) -> str:
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _check(spec: Field[Any], value: object) -> None:
     kind = spec.metadata["kind"]
+    if isinstance(value, tuple) and value and spec.metadata.get("per_head"):
+        for one in value:
+            _check(spec, one)
+        return
     # An integer is a real number too; truth values are neither.
     fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
     if not fits or isinstance(value, bool):
@@ -198,6 +217,12 @@ class Method(Protocol[P]):
         The planner stops at the first whose error is negligible.
         """
 
+    def mixed(self, per_head: Sequence[P]) -> Any | None:
+        """Parameters that give each query head its own of ``per_head``, some of ``candidates``.
+
+        ``None``: they cannot be mixed.
+        """
+
 
 class OneNode:
     """Base of methods that are exact in causality and pieces, and one node without tensors.
@@ -221,3 +246,6 @@ class OneNode:
         self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[Any] | Rejection:
         return Rejection("names no candidates; it is used by --force only")
+
+    def mixed(self, per_head: Sequence[Any]) -> Any | None:
+        return None

@@ -18,7 +18,7 @@ What is dropped bounds the error: mass d that is left out moves an output by at 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from subquad.passes.methods.base import (
     Parameters,
     Wanted,
     choice,
-    number,
+    numbers,
     parameter,
 )
 from subquad.passes.recognise.site import AttentionSite
@@ -43,15 +43,17 @@ from subquad.runtime.errors import Rejection
 LARGEST_BLOCK = 1024
 
 LEAST_BLOCKS = 8
-TAUS = (0.80, 0.90, 0.95, 0.98)
+TAUS = (0.6, 0.8, 0.9, 0.95, 0.98, 0.995)
 """What the planner tries."""
 
 
 @dataclass(frozen=True)
 class BlockSparseParameters(Parameters):
-    """Of the selection; all heads share ``tau`` until calibration sets one for each."""
+    """Of the selection; ``tau`` may be one for each query head."""
 
-    tau: float = number("estimated mass to keep, 1 = all", low=0.0, high=1.0, default=0.97)
+    tau: float | tuple[float, ...] = numbers(
+        "estimated mass to keep, 1 = all", low=0.0, high=1.0, default=0.97
+    )
     block: int = parameter("tokens per block", minimum=1, default=64)
     selector: str = choice(
         "what stands for a block of queries",
@@ -81,6 +83,11 @@ class BlockSparseMethod(OneNode):
         if params.block > LARGEST_BLOCK:
             return Rejection(
                 f"block {params.block}: blocks of more than {LARGEST_BLOCK} tokens are not built",
+                where=site.name,
+            )
+        if isinstance(params.tau, tuple) and len(params.tau) != site.num_heads:
+            return Rejection(
+                f"tau has {len(params.tau)} values for {site.num_heads} query heads",
                 where=site.name,
             )
         if not site.is_self:
@@ -154,6 +161,13 @@ class BlockSparseMethod(OneNode):
             )
         selector = "causal" if wanted.strict_causal else "pooled"
         return [BlockSparseParameters(tau=tau, selector=selector) for tau in TAUS]
+
+    def mixed(self, per_head: Sequence[BlockSparseParameters]) -> BlockSparseParameters | None:
+        taus = tuple(p.tau for p in per_head if not isinstance(p.tau, tuple))
+        alike = {replace(params, tau=0.0) for params in per_head}
+        if len(alike) > 1 or len(taus) < len(per_head):
+            return None
+        return replace(per_head[0], tau=taus)
 
 
 def _reach(site: AttentionSite) -> int:

@@ -174,18 +174,19 @@ def test_a_selector_tells_how_many_blocks_it_keeps(
     visible = visible_blocks(exact.sites[0].mask, 64, 64, 8)
     assert visible == 8 * 9 / 2
     heads = 2 * exact.sites[0].num_heads
-    kept: dict[str, int | None] = {}
+    kept: dict[str, NDArray[np.int64] | None] = {}
 
     def visit(rank: int, states: Sequence[State]) -> None:
         for text in ("block_sparse:tau=1.0,block=8", "block_sparse:tau=0.1,block=8", "elu"):
             result = engine.attention(rank, states[0], assignment_of(exact.sites[rank], text))
-            kept[text] = result.kept_blocks
+            kept[text] = result.kept
 
     engine.run([inputs], {}, visit=visit)
     all_of_them, few, none = kept.values()
-    assert all_of_them == heads * visible and none is None
+    assert all_of_them is not None and few is not None and none is None
+    assert (all_of_them == 2 * visible).all() and len(all_of_them) == heads / 2
     # At least the block itself, the one before and the first.
-    assert few is not None and heads * (1 + 2 + 6 * 3) <= few < 0.9 * heads * visible
+    assert heads * (1 + 2 + 6 * 3) <= few.sum() < 0.9 * heads * visible
 
 
 def test_equal_attentions_share_a_session(exact: ExactFolder, rng: np.random.Generator) -> None:
