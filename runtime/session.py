@@ -76,6 +76,7 @@ def open_session(
     threads: int | None = None,
     config: Mapping[str, str] | None = None,
     libraries: Sequence[Path] = (),
+    arena: bool = True,
 ) -> Any:
     """An ``InferenceSession`` that really has ``provider``.
 
@@ -86,6 +87,7 @@ def open_session(
         threads: for one operator; ``None`` leaves the choice to ONNX Runtime.
         config: further session configuration entries.
         libraries: custom-op libraries, by absolute path.
+        arena: whether the session keeps the memory of a run for the next one.
 
     Raises:
         TargetUnavailableError: the provider is not built in, or could not start; a library cannot
@@ -107,6 +109,9 @@ def open_session(
     # 4 = fatal only: an error arrives as an exception, and needs no second telling on stderr.
     options.log_severity_level = 4
     options.inter_op_num_threads = 1
+    if not arena:
+        options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
     if threads is not None:
         options.intra_op_num_threads = threads
     if isinstance(model, bytes):

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ Visitor = Callable[[int, Sequence[State]], None]
 Finish = Callable[[int, Mapping[str, Array]], None]
 """Called with each batch's number and outputs."""
 
-OPEN_ATTENTIONS = 64
-"""Sessions of attentions that are kept; more would be most of the memory."""
+OPEN_ATTENTIONS = 16
+"""Sessions of attentions that are kept open."""
 
 _SITE = "site"
 
@@ -67,6 +68,20 @@ class _Opened:
     outputs: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _SiteModel:
+    """One attention as a model: equal contents have equal keys."""
+
+    content: bytes
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    library: Path | None
+
+    @cached_property
+    def key(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
 @dataclass
 class Engine:
     """Runs the pieces of one split model; keeps the sessions it has opened.
@@ -86,7 +101,7 @@ class Engine:
     weights: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     _pieces: dict[str, _Opened] = field(default_factory=dict)
     _attentions: dict[str, _Opened] = field(default_factory=dict)
-    _texts: dict[tuple[int, str], str] = field(default_factory=dict)
+    _models: dict[tuple[int, str], _SiteModel] = field(default_factory=dict)
 
     def fresh(self) -> Engine:
         """One that shares the sessions of attentions, but none that weights may change."""
@@ -217,27 +232,21 @@ class Engine:
     def _attention(
         self, split_site: SplitSite, assignment: Assignment | None, values: Mapping[str, Array]
     ) -> _Opened:
-        text = "" if assignment is None else assignment.text
-        place = (split_site.site.index, text)
-        if place not in self._texts:
+        place = (split_site.site.index, "" if assignment is None else assignment.text)
+        if place not in self._models:
             dtypes = {role: array.dtype for role, array in values.items()}
-            model, inputs, outputs, library = _site_model(
+            self._models[place] = _site_model(
                 self.split, split_site, assignment, dtypes, self.kernels
             )
-            key = hashlib.sha256(model).hexdigest()
-            if key not in self._attentions:
-                while len(self._attentions) >= OPEN_ATTENTIONS:
-                    self._close_oldest()
-                session = self._open(model, () if library is None else (library,))
-                self._attentions[key] = _Opened(session, inputs, outputs)
-            self._texts[place] = key
-        return self._attentions[self._texts[place]]
-
-    def _close_oldest(self) -> None:
-        key = next(iter(self._attentions))
-        del self._attentions[key]
-        for place in [place for place, known in self._texts.items() if known == key]:
-            del self._texts[place]
+        model = self._models[place]
+        opened = self._attentions.pop(model.key, None)
+        if opened is None:
+            if len(self._attentions) >= OPEN_ATTENTIONS:
+                del self._attentions[next(iter(self._attentions))]
+            libraries = () if model.library is None else (model.library,)
+            opened = _Opened(self._open(model.content, libraries), model.inputs, model.outputs)
+        self._attentions[model.key] = opened  # the last one used is the last to go
+        return opened
 
     def _open(self, model: bytes, libraries: Sequence[Path] = ()) -> Any:
         return open_session(
@@ -246,6 +255,8 @@ class Engine:
             threads=self.threads,
             config=QUIET_THREADS,
             libraries=libraries,
+            # Every session would keep the memory of its largest run, and there are many.
+            arena=False,
         )
 
 
@@ -261,8 +272,8 @@ def _site_model(
     assignment: Assignment | None,
     dtypes: Mapping[str, np.dtype[np.generic]],
     kernels: bool,
-) -> tuple[bytes, tuple[str, ...], tuple[str, ...], Path | None]:
-    """Model of one attention: its bytes, inputs by role, outputs, and library of kernels."""
+) -> _SiteModel:
+    """Model of one attention; its inputs are roles."""
     model = _exact_model(split, split_site, dtypes)
     site = dataclasses.replace(split_site.site, name=_SITE)
     if assignment is None:
@@ -286,7 +297,8 @@ def _site_model(
     library = built.libraries[-1].path if built.libraries else None
     inputs = tuple(str(value.name) for value in model.graph.inputs)
     outputs = tuple(str(value.name) for value in model.graph.outputs)
-    return ir.to_proto(model).SerializeToString(deterministic=True), inputs, outputs, library
+    content = ir.to_proto(model).SerializeToString(deterministic=True)
+    return _SiteModel(content, inputs, outputs, library)
 
 
 def _exact_model(
