@@ -2,6 +2,7 @@
 
 Tasks are blocks of query rows of one key/value head; see ``kernels/templates/exact.py`` for the
 tile loop and ``kernels/templates/dense.py`` for what is skipped. Memory is linear in the lengths.
+Few queries (decoding) are cut along the keys instead: ``kernels/templates/split.py``.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ class AttentionCpuTemplate:
         return None
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
+        from tvm.script.ir_builder import tirx as T
+
         from subquad.kernels.templates.dense import Band, ExactSet, emit_exact
         from subquad.kernels.templates.exact import exact_tile
         from subquad.kernels.templates.function import attention_function
         from subquad.kernels.templates.rows import Buffers, list_keys
+        from subquad.kernels.templates.split import FEW_QUERIES, emit_split, narrow_tile
         from subquad.kernels.templates.terms import Terms
 
         assert isinstance(variant, AttentionVariant)
@@ -46,17 +50,16 @@ class AttentionCpuTemplate:
         )
         band = Band(variant.window_left, variant.window_right)
 
+        exact_set = ExactSet(window=band, sinks=0, allowed=band)
+
         def body(buffers: Buffers) -> None:
-            emit_exact(
-                buffers,
-                list_keys(buffers),
-                heads,
-                tile,
-                ExactSet(window=band, sinks=0, allowed=band),
-                variant.scale,
-                variant.softcap,
-                terms,
-            )
+            shared = (exact_set, variant.scale, variant.softcap, terms)
+            keys = list_keys(buffers)
+            with T.If(buffers.query.shape[2] <= FEW_QUERIES):
+                with T.Then():
+                    emit_split(buffers, keys, heads, narrow_tile(tile, heads.group), *shared)
+                with T.Else():
+                    emit_exact(buffers, keys, heads, tile, *shared)
 
         return attention_function(variant, body)
 

@@ -165,8 +165,12 @@ class ExactSpans:
             store_scalar(self.begin, self.keys.rank(begin), index(span), p)
             store_scalar(self.end, self.keys.rank(T.max(begin, end)), index(span), p)
 
-    def attend(self, exact: ExactPanels) -> None:
-        """Every block of keys for every panel that sees some of it."""
+    def attend(self, exact: ExactPanels, part: tuple[Expr, Expr] | None = None) -> None:
+        """Every block of keys for every panel that sees some of it.
+
+        Args:
+            part: number and count of equal parts of each span; ``None``: all of it.
+        """
         tile = self.tile
         limits = T.alloc_buffer((2,), "int64", scope="local")
         low, high = index(0), index(1)
@@ -178,7 +182,13 @@ class ExactSpans:
                     with T.Then():
                         store_scalar(limits, T.min(limits[low], self.begin[span, p]), low)
                         store_scalar(limits, T.max(limits[high], self.end[span, p]), high)
-            self.attend_range(exact, span, settle(limits[low]), settle(limits[high]))
+            origin, end = settle(limits[low]), settle(limits[high])
+            if part is not None:
+                number, count = part
+                length = blocks_of(end - origin, count)
+                origin = settle(T.min(origin + number * length, end))
+                end = settle(T.min(origin + length, end))
+            self.attend_range(exact, span, origin, end)
 
     def attend_range(self, exact: ExactPanels, span: Expr, origin: Expr, end: Expr) -> None:
         """The keys ``origin .. end - 1`` of the list, as far as a panel sees them in ``span``."""

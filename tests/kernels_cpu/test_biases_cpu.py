@@ -14,11 +14,8 @@ from subquad.kernels.attention.semantics import AttentionVariant
 
 RunKernelAll = Callable[..., list[NDArray[np.float32]]]
 
-VARIANTS = [
-    AttentionVariant(4, 2, 8, 5, 0.3, 3.0, has_key_bias=True, has_sink_logits=True),
+SOME = [
     AttentionVariant(4, 2, 7, 40, 0.3, window_right=0, score_bias="hqk", has_key_mask=True),
-    AttentionVariant(2, 2, 8, 8, 0.3, window_left=9, score_bias="bk", has_entropy=True),
-    AttentionVariant(3, 1, 8, 8, 0.3, alibi="signed", window_right=0, has_key_mask=True),
     AttentionVariant(
         *(4, 2, 8, 8, 0.3, 4.0, 50, 0),
         has_key_mask=True,
@@ -30,14 +27,25 @@ VARIANTS = [
         has_entropy=True,
     ),
     AttentionVariant(2, 2, 64, 64, 0.125, window_right=0, has_lse=True, has_entropy=True),
+]
+OTHERS = [
+    AttentionVariant(4, 2, 8, 5, 0.3, 3.0, has_key_bias=True, has_sink_logits=True),
+    AttentionVariant(2, 2, 8, 8, 0.3, window_left=9, score_bias="bk", has_entropy=True),
+    AttentionVariant(3, 1, 8, 8, 0.3, alibi="signed", window_right=0, has_key_mask=True),
     AttentionVariant(4, 2, 8, 8, 0.3, score_bias="bhq", has_sink_logits=True, has_lse=True),
 ]
+every_variant = pytest.mark.parametrize(
+    "variant",
+    # Compiling a kernel takes seconds.
+    [*SOME, *(pytest.param(variant, marks=pytest.mark.slow) for variant in OTHERS)],
+    ids=lambda v: v.overload,
+)
 
 # float32 sums of <= 200 terms, weights to 2e-7 each; biases as large as scores
 TOLERANCE = 1.5e-6
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.overload)
+@every_variant
 def test_kernel_equals_reference(run_kernel_all: RunKernelAll, variant: AttentionVariant) -> None:
     rng = np.random.default_rng(0)
     kinds = ("none", "left", "holes", "empty_row") if variant.has_key_mask else ("none",)
@@ -55,10 +63,27 @@ def test_kernel_equals_reference(run_kernel_all: RunKernelAll, variant: Attentio
                     np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=4e-6)
 
 
+@every_variant
+def test_few_queries_over_many_keys(
+    run_kernel_all: RunKernelAll, variant: AttentionVariant
+) -> None:
+    """Decoding: the keys are cut into parts; some parts hold no key that a row sees."""
+    rng = np.random.default_rng(3)
+    for kv_len in (257, 1000):
+        for query_len in (1, 3, 16):
+            mask = mask_of("left" if variant.has_key_mask else "none", 2, kv_len, rng)
+            case = random_case(rng, variant, query_len=query_len, kv_len=kv_len, mask=mask)
+            got, want = run_kernel_all(variant, case), reference_all(variant, case)
+            assert relative_error(got[0], want[0]) < TOLERANCE, (query_len, kv_len)
+            for rows, wanted in zip(got[1:], want[1:], strict=True):
+                assert np.array_equal(np.isneginf(rows), np.isneginf(wanted))
+                np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=4e-6)
+
+
 def test_row_outputs_of_large_scores(run_kernel_all: RunKernelAll) -> None:
     """Maxima that rise again and again, and weights that underflow."""
     rng = np.random.default_rng(1)
-    variant = VARIANTS[5]
+    variant = SOME[2]
     case = random_case(rng, variant, query_len=150, gain=6.0)
     output, lse, entropy = run_kernel_all(variant, case)
     want = reference_all(variant, case)
@@ -71,7 +96,7 @@ def test_row_outputs_of_large_scores(run_kernel_all: RunKernelAll) -> None:
 def test_keys_hidden_by_bias_may_hold_anything(run_kernel_all: RunKernelAll) -> None:
     """They are left out as masked ones are: not even multiplied by zero."""
     rng = np.random.default_rng(2)
-    variant = VARIANTS[0]
+    variant = SOME[1]
     case = random_case(rng, variant, query_len=90)
     hidden = case.extra["key_bias"] <= np.float32(-1e30)
     assert 0 < hidden.sum() < hidden.size
