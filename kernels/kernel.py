@@ -83,6 +83,8 @@ CPU_TEMPLATES: Mapping[str, str] = {
     "BlockSelect": "subquad.kernels.block_select.cpu:TEMPLATE",
     "BlockSparseAttention": "subquad.kernels.block_sparse.cpu:TEMPLATE",
     "HybridAttention": "subquad.kernels.hybrid.cpu:TEMPLATE",
+    "HybridDecode": "subquad.kernels.hybrid_decode.cpu:TEMPLATE",
+    "HybridState": "subquad.kernels.hybrid_decode.cpu:TEMPLATE",
 }
 """Operator -> ``module:attribute`` of its CPU template."""
 

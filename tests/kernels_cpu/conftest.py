@@ -70,20 +70,33 @@ def _outputs(variant: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[A
 
 
 @pytest.fixture(scope="session")
-def run_kernel_all() -> Callable[..., list[NDArray[Any]]]:
-    """``run_kernel_all(variant, case, params={})``: all outputs, unaligned inputs, NaN before."""
+def run_kernel_feeds() -> Callable[..., list[NDArray[Any]]]:
+    """``run_kernel_feeds(variant, feeds, params={})``: all outputs, unaligned, NaN before."""
     pytest.importorskip("tvm", reason="apache-tvm is not installed: no kernels are built")
     import tvm_ffi
 
     def run(
-        variant: Any, case: Case, params: Mapping[str, int] | None = None
+        variant: Any, feeds: Mapping[str, NDArray[Any]], params: Mapping[str, int] | None = None
     ) -> list[NDArray[Any]]:
         _, kernel = _compile(variant, tuple(sorted((params or {}).items())))
-        feeds = case.feeds(variant)
         outputs = _outputs(variant, feeds)
         arrays = [*(unaligned(feeds[name]) for name in present_inputs(variant)), *outputs]
         kernel(*(tvm_ffi.from_dlpack(array) for array in arrays))
         return outputs
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_kernel_all(
+    run_kernel_feeds: Callable[..., list[NDArray[Any]]],
+) -> Callable[..., list[NDArray[Any]]]:
+    """``run_kernel_all(variant, case, params={})``: all outputs."""
+
+    def run(
+        variant: Any, case: Case, params: Mapping[str, int] | None = None
+    ) -> list[NDArray[Any]]:
+        return run_kernel_feeds(variant, case.feeds(variant), params)
 
     return run
 

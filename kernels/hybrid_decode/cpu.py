@@ -1,0 +1,50 @@
+"""CPU kernels of ``ai.subquad::HybridState`` and ``HybridDecode``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from subquad.kernels.hybrid.feature_maps import NONE
+from subquad.kernels.hybrid_decode.semantics import (
+    HybridDecodeVariant,
+    HybridStateVariant,
+    StateVariant,
+)
+from subquad.kernels.kernel import CpuTarget
+from subquad.kernels.operator import OperatorVariant
+from subquad.kernels.templates.parameters import CPU_FEATURE_MAPS, TileParameters
+from subquad.runtime.errors import Rejection
+
+
+@dataclass(frozen=True)
+class DecodeCpuTemplate:
+    """See ``KernelTemplate``; serves both operators. Of its parameters only ``lanes`` is used."""
+
+    def supports(self, variant: OperatorVariant) -> Rejection | None:
+        if not isinstance(variant, StateVariant):
+            return Rejection(f"not a hybrid decode step: {variant.op_type}")
+        if variant.feature_map not in (NONE, *CPU_FEATURE_MAPS):
+            known = ", ".join(CPU_FEATURE_MAPS)
+            return Rejection(
+                f"the CPU kernel has no feature map {variant.feature_map!r}; it has: {known}"
+            )
+        return None
+
+    def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
+        from subquad.kernels.templates.function import attention_function
+        from subquad.kernels.templates.rows import Buffers
+        from subquad.kernels.templates.steps import emit_decode, emit_state
+
+        assert isinstance(variant, (HybridStateVariant, HybridDecodeVariant))
+        lanes = TileParameters().override(params).lanes
+        emit = emit_decode if isinstance(variant, HybridDecodeVariant) else emit_state
+
+        def body(buffers: Buffers) -> None:
+            emit(buffers, variant, lanes)
+
+        return attention_function(variant, body)
+
+
+TEMPLATE = DecodeCpuTemplate()
