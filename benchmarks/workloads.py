@@ -18,6 +18,7 @@ from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.example_inputs import Sizes
 from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.hybrid_decode.semantics import HybridDecodeVariant
 
 CHUNK = 64
 """Of the linear part, in the count of FLOPs."""
@@ -126,6 +127,13 @@ def hybrid_flops(
     return lambda sizes: exact(sizes) + linear(sizes)
 
 
+def step_flops(variant: Any) -> Callable[[Sizes], float]:
+    """One token: window, sinks, the product with the state, and its update."""
+    exact = 2 * (variant.window_len + 1 + variant.sinks) * (variant.head_dim + variant.value_dim)
+    linear = 4 * variant.feature_dim * variant.value_dim
+    return lambda sizes: float(sizes.query_len * variant.num_heads * (exact + linear))
+
+
 def ours(variant: Any) -> tuple[Entry, ...]:
     return Entry(KERNEL, "kernel", variant), Entry(BODY, "body", variant)
 
@@ -147,6 +155,8 @@ WINDOW = HybridVariant(*SIZES, 255, 0, 4, allowed_right=0)
 ELU = HybridVariant(*SIZES, allowed_right=0, feature_map="elu")
 SPARSE = BlockSparseVariant(*SIZES, block=64, window_right=0)
 HYBRID_ELU = HybridVariant(*SIZES, 63, 0, 4, allowed_right=0, feature_map="elu")
+
+STEP = HybridDecodeVariant(*SIZES, window_left=63, sinks=4, feature_map="elu")
 
 TORCH_DENSE = "torch SDPA, dense causal"
 
@@ -232,6 +242,19 @@ WORKLOADS: tuple[Workload, ...] = (
         ours(GROUPED) + rivals(GROUPED, "torch SDPA"),
         softmax_flops(GROUPED),
         lengths=(1024, 8192, 32768),
+        queries=1,
+    ),
+    Workload(
+        "decode_hybrid",
+        (
+            Entry(KERNEL, "kernel", STEP, history=32768),
+            Entry("1k history", "kernel", STEP, history=1024),
+            Entry(BODY, "body", STEP, history=32768),
+            Entry("dense kernel, 1k history", "kernel", CAUSAL, history=1024),
+            Entry("dense kernel", "kernel", CAUSAL, history=32768),
+        ),
+        step_flops(STEP),
+        lengths=(32768,),
         queries=1,
     ),
 )

@@ -58,9 +58,26 @@ def _thresholds(
     return {"thresholds": np.full([sizes.of(dim) for dim in spec.dims], 0.97, np.float32)}
 
 
+def _decode_state(
+    variant: OperatorVariant, sizes: Sizes, rng: np.random.Generator
+) -> dict[str, NDArray[Any]]:
+    """A state that real tokens could have left: sums of features are not negative."""
+    made: dict[str, NDArray[Any]] = {}
+    for spec in variant.inputs:
+        if spec is None:
+            continue
+        shape = tuple(sizes.of(dim) for dim in spec.dims)
+        if spec.name == "past_linear_normaliser":
+            made[spec.name] = rng.uniform(1.0, 2.0, shape).astype(np.float32) * sizes.kv_len
+        elif spec.name.endswith("_mask"):
+            made[spec.name] = np.ones(shape, dtype=spec.dtype)
+    return made
+
+
 MAKERS: Mapping[str, Maker] = {
     "BlockSelect": _thresholds,
     "BlockSparseAttention": example_lists,
+    "HybridDecode": _decode_state,
 }
 """Operator -> the inputs of its own that random numbers cannot stand for."""
 

@@ -29,9 +29,9 @@ with holes in the mask positions go on counting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -158,23 +158,33 @@ class StateVariant:
         ]
         return {attribute.name: attribute for attribute in attributes}
 
-    def _new_tokens(self) -> dict[str, TensorSpec]:
+    def _tokens(self, length: str, positions: str) -> dict[str, TensorSpec]:
         """Key, value, mask and positions of the tokens of one call."""
-        mask = TensorSpec("key_mask", "bool", ("batch", "new_len"))
-        kv_heads = ("batch", self.num_kv_heads, "new_len")
+        mask = TensorSpec("key_mask", "bool", ("batch", length))
+        kv_heads = ("batch", self.num_kv_heads, length)
         specs = {
             "key": TensorSpec("key", "float32", (*kv_heads, self.head_dim)),
             "value": TensorSpec("value", "float32", (*kv_heads, self.value_dim)),
-            "positions": TensorSpec("positions", "int64", ("batch", "new_len")),
+            "positions": TensorSpec(positions, "int64", ("batch", length)),
         }
         return specs | ({"key_mask": mask} if self.has_key_mask else {})
+
+    def _formal_inputs(
+        self, specs: Sequence[TensorSpec | None]
+    ) -> tuple[list[ir.Value], dict[str, ir.Value]]:
+        """Inputs of a function; and by name, positions under one name in both operators."""
+        formal = [
+            ir.Value(name=spec.name if spec else f"absent_{place}")
+            for place, spec in enumerate(specs)
+        ]
+        return formal, _with_positions({str(value.name): value for value in formal})
 
 
 @dataclass(frozen=True)
 class HybridStateVariant(StateVariant):
     """The state after a first piece of a sequence.
 
-    Inputs: key and value as of ``HybridAttention``, key_mask, and the positions of the keys.
+    Inputs: key, value, key_mask and key_positions as of ``HybridAttention``.
     """
 
     @property
@@ -183,7 +193,7 @@ class HybridStateVariant(StateVariant):
 
     @property
     def inputs(self) -> tuple[TensorSpec | None, ...]:
-        new = self._new_tokens()
+        new = self._tokens("kv_len", "key_positions")
         return (new["key"], new["value"], new.get("key_mask"), new["positions"])
 
     @property
@@ -192,17 +202,13 @@ class HybridStateVariant(StateVariant):
 
     def build_function(self) -> ir.Function:
         body = Body()
-        formal = [
-            ir.Value(name=spec.name if spec else f"absent_{place}")
-            for place, spec in enumerate(self.inputs)
-        ]
-        given = {value.name: value for value in formal if value.name is not None}
+        formal, given = self._formal_inputs(self.inputs)
         state = state_body(body, self, given)
         outputs = [state[spec.name] for spec in self.state]
         return body.function(self.op_type, self.overload, formal, outputs, self.attributes())
 
     def reference(self, **inputs: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-        state = state_of(self, inputs)
+        state = state_of(self, _with_positions(inputs))
         return tuple(state[spec.name] for spec in self.state)
 
 
@@ -210,7 +216,7 @@ class HybridStateVariant(StateVariant):
 class HybridDecodeVariant(StateVariant):
     """The next tokens, one or many.
 
-    Inputs: query, key, value, key_mask and positions of the new tokens, then the state.
+    Inputs: query, key, value, key_mask and query_positions of the new tokens, then the state.
     Outputs: the attention, then the state after these tokens.
     """
 
@@ -220,8 +226,8 @@ class HybridDecodeVariant(StateVariant):
 
     @property
     def inputs(self) -> tuple[TensorSpec | None, ...]:
-        new = self._new_tokens()
-        dims = ("batch", self.num_heads, "new_len", self.head_dim)
+        new = self._tokens("query_len", "query_positions")
+        dims = ("batch", self.num_heads, "query_len", self.head_dim)
         query = TensorSpec("query", "float32", dims)
         past = {spec.name: _past(spec) for spec in self.state}
         # A place for each part of the state in every variant: the host's operator has one list.
@@ -233,23 +239,17 @@ class HybridDecodeVariant(StateVariant):
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        output = output_spec(self.heads)
-        dims = ("batch", self.num_heads, "new_len", self.value_dim)
-        return (TensorSpec(output.name, output.dtype, dims), *self.state)
+        return (output_spec(self.heads), *self.state)
 
     def build_function(self) -> ir.Function:
         body = Body()
-        formal = [
-            ir.Value(name=spec.name if spec else f"absent_{place}")
-            for place, spec in enumerate(self.inputs)
-        ]
-        given = {value.name: value for value in formal if value.name is not None}
+        formal, given = self._formal_inputs(self.inputs)
         output, state = decode_body(body, self, given)
         outputs = [output, *(state[spec.name] for spec in self.state)]
         return body.function(self.op_type, self.overload, formal, outputs, self.attributes())
 
     def reference(self, **inputs: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-        output, state = decode_steps(self, inputs)
+        output, state = decode_steps(self, _with_positions(inputs))
         return (output, *(state[spec.name] for spec in self.state))
 
 
@@ -263,6 +263,15 @@ STATE_NAMES = (
     "linear_state",
     "linear_normaliser",
 )
+
+
+T = TypeVar("T")
+
+
+def _with_positions(inputs: Mapping[str, T]) -> dict[str, T]:
+    """Inputs by name; the positions are also called ``positions``."""
+    name = "query_positions" if "query_positions" in inputs else "key_positions"
+    return {**inputs, "positions": inputs[name]}
 
 
 def _past(spec: TensorSpec) -> TensorSpec:

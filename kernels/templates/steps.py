@@ -123,7 +123,11 @@ class Row:
         return Line(self.buffers.extra[name], (self.batch, self.kv_head, *at))
 
     def position(self, slot: Expr) -> Expr:
-        return self.buffers.extra["positions"][self.batch, slot]
+        positions = self.buffers.query_positions
+        if positions is None:
+            positions = self.buffers.key_positions
+        assert positions is not None
+        return positions[self.batch, slot]
 
     def is_real(self, slot: Expr) -> Expr:
         """Whether a new token counts."""

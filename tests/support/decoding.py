@@ -22,7 +22,6 @@ Feeds = dict[str, NDArray[Any]]
 Runner = Callable[[OperatorVariant, Feeds], Sequence[NDArray[Any]]]
 
 SIZES = (4, 2, 7, 5, 0.3)
-MASK = {"has_key_mask": True}
 HYBRIDS = [
     HybridVariant(*SIZES, 5, 0, 3, -1, 0, "elu", has_key_mask=True),
     HybridVariant(*SIZES, 5, 0, 3, -1, 0, "elu"),
@@ -46,7 +45,7 @@ def piece(case: Case, variant: OperatorVariant, start: int, end: int) -> Feeds:
     names = ("query", "key", "value")
     feeds: Feeds = {name: getattr(case, name)[:, :, start:end] for name in names}
     feeds["key_mask"] = case.key_mask[:, start:end]
-    feeds["positions"] = case.key_positions[:, start:end]
+    feeds["query_positions"] = feeds["key_positions"] = case.key_positions[:, start:end]
     wanted = present_inputs(variant)
     return {name: np.ascontiguousarray(feeds[name]) for name in wanted if name in feeds}
 
