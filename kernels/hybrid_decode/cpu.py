@@ -14,8 +14,11 @@ from subquad.kernels.hybrid_decode.semantics import (
 )
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
-from subquad.kernels.templates.parameters import CPU_FEATURE_MAPS, TileParameters
+from subquad.kernels.templates.parameters import TileParameters
 from subquad.runtime.errors import Rejection
+
+FEATURE_MAPS = ("elu",)
+"""Those of ``kernels/templates/steps.py``."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,10 @@ class DecodeCpuTemplate:
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, StateVariant):
             return Rejection(f"not a hybrid decode step: {variant.op_type}")
-        if variant.feature_map not in (NONE, *CPU_FEATURE_MAPS):
-            known = ", ".join(CPU_FEATURE_MAPS)
+        if variant.feature_map not in (NONE, *FEATURE_MAPS):
+            known = ", ".join(FEATURE_MAPS)
             return Rejection(
-                f"the CPU kernel has no feature map {variant.feature_map!r}; it has: {known}"
+                f"the decode kernel has no feature map {variant.feature_map!r}; it has: {known}"
             )
         return None
 

@@ -7,7 +7,7 @@ neighbouring dims of one token, and a score is a horizontal sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
@@ -15,7 +15,6 @@ from tvm.script.ir_builder import tirx as T
 from subquad.kernels.hybrid_decode.semantics import StateVariant
 from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.templates.exact import NO_MAXIMUM
-from subquad.kernels.templates.linear import FEATURE_KERNELS
 from subquad.kernels.templates.products import padded
 from subquad.kernels.templates.rows import Buffers
 from subquad.kernels.templates.vectors import (
@@ -150,6 +149,15 @@ class Row:
                 store_scalar(self.buffers.extra[name], value, self.batch, *at)
 
 
+def _elu_plus_one(x: Expr, lanes: int) -> Expr:
+    zero = constant(0.0, lanes)
+    return T.max(x, zero) + exp2(T.min(x, zero) * constant(LOG2_E, lanes), lanes)
+
+
+STEP_FEATURES: Mapping[str, Callable[[Expr, int], Expr]] = {"elu": _elu_plus_one}
+"""Feature maps on vectors of dims."""
+
+
 class LinearState:
     """The sums of one head, in the outputs ``linear_state`` and ``linear_normaliser``."""
 
@@ -157,7 +165,7 @@ class LinearState:
         self.row = row
         self.features = row.variant.feature_dim
         self.value_dim = row.variant.value_dim
-        self.map = FEATURE_KERNELS[row.variant.feature_map]
+        self.map = STEP_FEATURES[row.variant.feature_map]
         self.line = local_line(self.features)
 
     def start(self, past: bool) -> None:
@@ -176,7 +184,7 @@ class LinearState:
 
     def _map(self, source: Line) -> Line:
         def apply(at: Expr, lanes: int) -> None:
-            self.line.store(self.map.apply(source.load(at, lanes), lanes), at, lanes)
+            self.line.store(self.map(source.load(at, lanes), lanes), at, lanes)
 
         self.row.each(self.row.variant.head_dim, apply)
         return self.line

@@ -13,7 +13,7 @@ from decoding import HYBRIDS, decode, operators_of, past, piece
 from oracles import mask_of, random_case, reference, relative_error
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
-from subquad.kernels.hybrid_decode.cpu import TEMPLATE
+from subquad.kernels.hybrid_decode.cpu import FEATURE_MAPS, TEMPLATE
 
 RunFeeds = Callable[..., list[NDArray[Any]]]
 
@@ -96,3 +96,10 @@ def test_padding_may_hold_anything(run_kernel_feeds: RunFeeds) -> None:
 def test_other_operators_are_rejected_with_a_reason() -> None:
     rejection = TEMPLATE.supports(AttentionVariant(2, 2, 8, 8, 0.3))
     assert rejection is not None and "Attention" in rejection.reason
+
+
+def test_feature_maps_are_those_with_code() -> None:
+    pytest.importorskip("tvm", reason="apache-tvm is not installed")
+    from subquad.kernels.templates.steps import STEP_FEATURES
+
+    assert tuple(STEP_FEATURES) == FEATURE_MAPS
