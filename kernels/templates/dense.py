@@ -75,6 +75,7 @@ class ExactSpans:
     Args:
         alignment: key slot of query slot 0; used by limited bands only.
         first_sink: key slot of position 0; used with sinks only.
+        live: number of panels that hold rows; ``None``: it is not known.
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class ExactSpans:
         exact_set: ExactSet,
         alignment: Expr,
         first_sink: Expr,
+        live: Expr | None = None,
     ) -> None:
         self.tile, self.heads, self.keys, self.exact_set = tile, heads, keys, exact_set
+        self.panels = index(tile.panels) if live is None else live
         self.alignment = alignment
         self.sinks: tuple[Expr, Expr] | None = None
         if exact_set.sinks:
@@ -120,7 +123,7 @@ class ExactSpans:
     def find(self, first_row: Expr) -> None:
         """Compute the spans of the panels that start at ``first_row``."""
         heads, width = self.heads, self.tile.panel.width
-        with T.serial(index(self.tile.panels)) as p:
+        with T.serial(self.panels) as p:
             row = settle(first_row + p * width)
             head_query = settle(heads.query_of(row))
             tail_query = settle(heads.query_of(T.min(row + width, heads.row_count) - 1))
@@ -171,13 +174,12 @@ class ExactSpans:
         Args:
             part: number and count of equal parts of each span; ``None``: all of it.
         """
-        tile = self.tile
         limits = T.alloc_buffer((2,), "int64", scope="local")
         low, high = index(0), index(1)
         with T.serial(index(self.count)) as span:
             store_scalar(limits, self.heads.kv_len, low)
             store_scalar(limits, index(0), high)
-            with T.serial(index(tile.panels)) as p:
+            with T.serial(self.panels) as p:
                 with T.If(self.begin[span, p] < self.end[span, p]):
                     with T.Then():
                         store_scalar(limits, T.min(limits[low], self.begin[span, p]), low)
@@ -194,7 +196,7 @@ class ExactSpans:
         """The keys ``origin .. end - 1`` of the list, as far as a panel sees them in ``span``."""
         tile = self.tile
         with T.serial(blocks_of(end - origin, tile.keys)) as block:
-            with T.serial(index(tile.panels)) as p:
+            with T.serial(self.panels) as p:
                 at = settle(origin + block * tile.keys)
                 until = T.min(at + tile.keys, end)
                 start = settle(T.max(at, self.begin[span, p]))
@@ -208,6 +210,12 @@ class ExactSpans:
                                 self.keys.slot(stop - 1) > self.all_to[span, p],
                             )
                         exact.attend(self.keys, p, start, stop - start, self.visible, is_partial)
+
+
+def live_panels(tile: ExactTile, row_count: Expr, first_row: Expr) -> Expr:
+    """How many panels of a task hold rows."""
+    width = tile.panel.width
+    return settle(T.min(blocks_of(row_count - first_row, width), index(tile.panels)))
 
 
 def emit_exact(
@@ -235,8 +243,9 @@ def emit_exact(
         rows = HeadRows.of(buffers, heads, quotient(task, blocks))
         keys = KeyList.of(rows.batch, key_list)
         first_row = settle(block * tile.queries)
-        exact = ExactPanels(tile, rows, scale, softcap, terms)
-        spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment())
+        live = live_panels(tile, query_len * heads.group, first_row)
+        exact = ExactPanels(tile, rows, scale, softcap, terms, live)
+        spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment(), live)
         exact.start(first_row)
         spans.find(first_row)
         spans.attend(exact)

@@ -125,8 +125,11 @@ class ExactPanels:
         scale: float,
         softcap: float,
         terms: Terms = NO_TERMS,
+        live: Expr | None = None,
     ) -> None:
         self.tile, self.heads, self.softcap = tile, heads, softcap
+        # Panels that hold rows: short sequences do not fill a task.
+        self.panels = index(tile.panels) if live is None else live
         self.query_factor = scale / softcap if softcap else scale * LOG2_E
         width, panels = tile.panel.width, tile.panels
         key_rows = -(-tile.keys // tile.rows) * tile.rows
@@ -135,7 +138,7 @@ class ExactPanels:
         self.maximum = T.alloc_buffer((panels, width), "float32")
         self.total = T.alloc_buffer((panels, width), "float32")
         self.scores = T.alloc_buffer((key_rows, width), "float32")
-        self.terms = RowTerms(terms, tile.panel, panels, key_rows, heads)
+        self.terms = RowTerms(terms, tile.panel, panels, key_rows, heads, self.panels)
         # Sums of weight times (score - maximum).
         self.expected: Expr | None = None
         if terms.entropy:
@@ -145,7 +148,7 @@ class ExactPanels:
         """Pack the queries, clear the state."""
         panel = self.tile.panel
         self.clear(first_row)
-        with T.serial(index(self.tile.panels)) as p:
+        with T.serial(self.panels) as p:
             row = first_row + p * panel.width
             self.heads.pack_queries(self.queries, p, row, panel, self.query_factor)
 
@@ -153,7 +156,7 @@ class ExactPanels:
         """The state before any key; sinks are in it."""
         tile = self.tile
         panel = tile.panel
-        with T.serial(index(tile.panels)) as p:
+        with T.serial(self.panels) as p:
             panel.store(self.maximum, panel.fill(NO_MAXIMUM), p)
             panel.store(self.total, panel.fill(0.0), p)
             if self.expected is not None:
@@ -306,13 +309,20 @@ class ExactPanels:
 
         for_row_groups(self.heads.value_dim, self.tile.rows, value_dims)
 
+    def leave_out_sinks(self) -> None:
+        """For all parts of a row's keys but one: a sink counts once."""
+        panel = self.tile.panel
+        with T.serial(self.panels) as p:
+            panel.store(self.maximum, panel.fill(NO_MAXIMUM), p)
+            panel.store(self.total, panel.fill(0.0), p)
+
     def save(self, shared: SharedPanels, at: Expr) -> None:
         """Leave the state as number ``at``."""
         panel = self.tile.panel
         rows = [(self.maximum, shared.maximum), (self.total, shared.total)]
         if self.expected is not None:
             rows.append((self.expected, shared.expected))
-        with T.serial(index(self.tile.panels)) as p:
+        with T.serial(self.panels) as p:
             for own, target in rows:
                 panel.store(target, panel.load(own, p), at, p)
             with T.serial(index(self.heads.value_dim)) as e:
@@ -322,7 +332,7 @@ class ExactPanels:
         """Add the state of other keys, number ``at``."""
         panel = self.tile.panel
         lanes = panel.lanes
-        with T.serial(index(self.tile.panels)) as p:
+        with T.serial(self.panels) as p:
             old, other = panel.load(self.maximum, p), panel.load(shared.maximum, at, p)
             new = [bind(T.max(a, b)) for a, b in zip(old, other, strict=True)]
             factors = [
@@ -356,7 +366,7 @@ class ExactPanels:
         tile, heads = self.tile, self.heads
         panel = tile.panel
         self.terms.write(first_row, self.maximum, self.total, self.expected)
-        with T.serial(index(tile.panels)) as p:
+        with T.serial(self.panels) as p:
             inverse = []
             for total in panel.load(self.total, p):
                 safe = T.max(total, constant(1e-37, panel.lanes))

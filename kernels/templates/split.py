@@ -12,7 +12,7 @@ from dataclasses import replace
 from tvm.script.ir_builder import tirx as T
 
 from subquad.kernels.inputs import Heads
-from subquad.kernels.templates.dense import ExactSet, ExactSpans
+from subquad.kernels.templates.dense import ExactSet, ExactSpans, live_panels
 from subquad.kernels.templates.exact import ExactPanels, ExactTile, SharedPanels
 from subquad.kernels.templates.products import Panel
 from subquad.kernels.templates.rows import Buffers, HeadRows, KeyList
@@ -66,25 +66,37 @@ def emit_split(
     most_blocks = -(-FEW_QUERIES * heads.group // tile.queries)
     total = batch * (heads.num_kv_heads * most_blocks) + MIN_TASKS
     shared = SharedPanels.allocate(tile, heads.value_dim, total, entropy=terms.entropy)
-    # A sink counts once: the merge begins with it.
-    part_terms = replace(terms, sinks=False, lse=False)
+    rows_of = query_len * heads.group
     with T.parallel(row_blocks * parts) as task:
-        row_block = quotient(task, parts)
+        row_block, part = quotient(task, parts), remainder(task, parts)
         rows = HeadRows.of(buffers, heads, quotient(row_block, blocks))
         keys = KeyList.of(rows.batch, key_list)
         first_row = settle(remainder(row_block, blocks) * tile.queries)
-        exact = ExactPanels(tile, rows, scale, softcap, part_terms)
-        spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment())
+        live = live_panels(tile, rows_of, first_row)
+        exact = ExactPanels(tile, rows, scale, softcap, terms, live)
+        spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment(), live)
         exact.start(first_row)
+        if terms.sinks:
+            with T.If(part > 0):
+                with T.Then():
+                    exact.leave_out_sinks()
         spans.find(first_row)
-        spans.attend(exact, (remainder(task, parts), parts))
-        exact.save(shared, task)
-    merge_terms = Terms(sinks=terms.sinks, lse=terms.lse, entropy=terms.entropy)
-    with T.parallel(row_blocks) as row_block:
-        rows = HeadRows.of(buffers, heads, quotient(row_block, blocks))
-        first_row = settle(remainder(row_block, blocks) * tile.queries)
-        exact = ExactPanels(tile, rows, scale, softcap, merge_terms)
-        exact.clear(first_row)
-        with T.serial(parts) as part:
-            exact.merge(shared, settle(row_block * parts + part))
-        exact.finish(first_row)
+        spans.attend(exact, (part, parts))
+        with T.If(parts == 1):
+            with T.Then():
+                exact.finish(first_row)
+            with T.Else():
+                exact.save(shared, task)
+    # The sinks are in the parts.
+    merge_terms = Terms(lse=terms.lse, entropy=terms.entropy)
+    with T.If(parts > 1):
+        with T.Then():
+            with T.parallel(row_blocks) as row_block:
+                rows = HeadRows.of(buffers, heads, quotient(row_block, blocks))
+                first_row = settle(remainder(row_block, blocks) * tile.queries)
+                live = live_panels(tile, rows_of, first_row)
+                exact = ExactPanels(tile, rows, scale, softcap, merge_terms, live)
+                exact.clear(first_row)
+                with T.serial(parts) as part:
+                    exact.merge(shared, settle(row_block * parts + part))
+                exact.finish(first_row)

@@ -55,9 +55,9 @@ class RowTerms:
     """The terms for the query rows of one task."""
 
     def __init__(
-        self, terms: Terms, panel: Panel, panels: int, key_rows: int, rows: HeadRows
+        self, terms: Terms, panel: Panel, panels: int, key_rows: int, rows: HeadRows, live: Expr
     ) -> None:
-        self.terms, self.panel, self.panels, self.rows = terms, panel, panels, rows
+        self.terms, self.panel, self.live, self.rows = terms, panel, live, rows
         if terms.alibi != "none":
             self.slopes = T.alloc_buffer((panels, panel.width), "float32")
             self.places = T.alloc_buffer((panels, panel.width), "float32")
@@ -71,7 +71,7 @@ class RowTerms:
         """``store(p, lane, head, query)`` for every lane; those past the last row repeat it."""
         width = self.panel.width
         last = settle(self.rows.buffers.query.shape[2] - 1)
-        with T.serial(index(self.panels)) as p:
+        with T.serial(self.live) as p:
             with T.serial(index(width)) as lane:
                 row = settle(first_row + p * width + lane)
                 query = settle(T.min(self.rows.query_of(row), last))
@@ -155,7 +155,7 @@ class RowTerms:
         panel, lanes = self.panel, self.panel.lanes
         zero, natural = constant(0.0, lanes), constant(1.0 / LOG2_E, lanes)
         rows = T.alloc_buffer((2, panel.width), "float32")
-        with T.serial(index(self.panels)) as p:
+        with T.serial(self.live) as p:
             for v in range(panel.vectors):
                 at = index(v * lanes)
                 sums = bind(load(total, p, at, lanes=lanes))
