@@ -34,7 +34,7 @@ class AttentionCpuTemplate:
         from subquad.kernels.templates.exact import exact_tile
         from subquad.kernels.templates.function import attention_function
         from subquad.kernels.templates.rows import Buffers, list_keys
-        from subquad.kernels.templates.split import FEW_QUERIES, emit_split, narrow_tile
+        from subquad.kernels.templates.split import FEW_ROWS, emit_split, narrow_tile
         from subquad.kernels.templates.terms import Terms
 
         assert isinstance(variant, AttentionVariant)
@@ -55,9 +55,9 @@ class AttentionCpuTemplate:
         def body(buffers: Buffers) -> None:
             shared = (exact_set, variant.scale, variant.softcap, terms)
             keys = list_keys(buffers)
-            with T.If(buffers.query.shape[2] <= FEW_QUERIES):
+            with T.If(buffers.query.shape[2] * heads.group <= FEW_ROWS):
                 with T.Then():
-                    emit_split(buffers, keys, heads, narrow_tile(tile, heads.group), *shared)
+                    emit_split(buffers, keys, heads, narrow_tile(tile), *shared)
                 with T.Else():
                     emit_exact(buffers, keys, heads, tile, *shared)
 
