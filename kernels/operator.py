@@ -92,7 +92,10 @@ class OperatorVariant(Protocol):
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs in order; their symbols occur in ``inputs``. The first is the attention."""
+        """The outputs in order; their symbols occur in ``inputs``. The first is the attention.
+
+        Outputs at one place have one dtype in all variants of an operator.
+        """
 
     def attributes(self) -> Mapping[str, ir.Attr]:
         """Attributes a node of this variant carries (read by kernels; bodies have them baked)."""

@@ -68,8 +68,10 @@ def _operator_tables(op_type: str, variants: Sequence[OperatorVariant]) -> list[
         )
     lines += ["};", f"static const Output k{op_type}Outputs[] = {{"]
     for place in range(_count(variants, "outputs")):
-        spec, optional = _common(op_type, [_at(variant.outputs, place) for variant in variants])
-        lines.append(f"    {{{_ELEMENTS[spec.dtype]}, {_cpp(optional)}}},")
+        outputs = [variant.outputs[place] for variant in variants if place < len(variant.outputs)]
+        # Shapes are the variant's; the operator declares element types only.
+        (element,) = {_ELEMENTS[spec.dtype] for spec in outputs}
+        lines.append(f"    {{{element}, {_cpp(len(outputs) < len(variants))}}},")
     lines.append("};")
     for number, variant in enumerate(variants):
         lines.append(f"static const OutputShape k{op_type}Shapes{number}[] = {{")
