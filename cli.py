@@ -992,7 +992,7 @@ def _print_sites(
             site.get("mask_text", ""),
         ]
         if converted:
-            params = ",".join(f"{key}={value}" for key, value in record["params"].items())
+            params = ",".join(f"{key}={_value(v)}" for key, v in record["params"].items())
             method = f"{record['method']}:{params}" if params else record["method"]
             cells += [method, record["kernel"] or "function body"]
         _add(table, *cells)
@@ -1018,6 +1018,11 @@ def _print_distillation(console: Console, result: Mapping[str, Any] | None) -> N
         f"distillation: held-out loss {result['loss_before']:.4g} -> {result['loss_after']:.4g}, "
         f"{len(result['changed'])} weights changed (step {result['best_step']})"
     )
+
+
+def _value(value: Any) -> str:
+    """A parameter as it is written: one for every head with slashes."""
+    return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _print_rejections(console: Console, rejections: Sequence[Mapping[str, str]]) -> None:

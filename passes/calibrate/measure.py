@@ -29,7 +29,7 @@ from subquad.passes.methods.base import Method, Wanted
 from subquad.passes.plan import DENSE, Assignment
 from subquad.passes.prices import Prices, Shape
 from subquad.passes.recognise.site import AttentionSite, MaskPredicate
-from subquad.runtime.errors import Rejection
+from subquad.runtime.errors import Rejection, UsageError
 from subquad.runtime.manifest import Manifest
 from subquad.runtime.samples import Batch
 
@@ -313,7 +313,11 @@ class _Site:
     def _exact_price(self) -> float:
         exact = get_method(DENSE)
         price = self._price(Assignment(self._site, exact, exact.parameters()), {})
-        assert not isinstance(price, Rejection), price
+        if isinstance(price, Rejection):
+            raise UsageError(
+                f"Attention {self._site.name} has no price as it is: {price.reason}. "
+                "Use --minimize flops, or other --lengths."
+            )
         return price
 
     def _method(
