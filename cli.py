@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from subquad.passes.costs import CostTable
     from subquad.runtime.bench import BenchResult
     from subquad.runtime.doctor import DoctorReport
     from subquad.runtime.kernel_library import KernelMode
@@ -714,9 +715,27 @@ def validate(
 Examples:
   subquad bench out --lengths 512,2048,8192
   subquad bench out --batch 8 --threads 4 --time-limit 120
+  subquad bench --costs out               what every method costs at out's attentions, here
+  subquad bench --costs --shapes 9/3/64 --lengths 1024,4096,8192 --output costs.json
 """
 )
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--costs",
+    is_flag=True,
+    help="Measure the cost table of this machine instead: time and memory of every operator.",
+)
+@click.option(
+    "--shapes",
+    type=_NameList(),
+    metavar="HEADS/KV/DIM,...",
+    help="Of --costs without an artifact [default: 12/12/64].",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of --costs [default: that of this machine, which grows].",
+)
 @click.option("--lengths", type=_IntList(), help="Sequence lengths [default: 128,512,2048].")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
@@ -735,7 +754,10 @@ Examples:
 @_execution
 @_common
 def bench(
-    artifact: Path,
+    artifact: Path | None,
+    costs: bool,
+    shapes: tuple[str, ...] | None,
+    output: Path | None,
     lengths: tuple[int, ...] | None,
     batch: int,
     rounds: int,
@@ -749,6 +771,13 @@ def bench(
     as_json: bool,
 ) -> None:
     """Time an artifact against its unconverted reference, in turns with a matrix product."""
+    if costs:
+        if provider.lower() != "cpu":
+            raise UsageError(f"--costs measures on the CPU only, not on {provider}.")
+        _bench_costs(artifact, shapes, output, lengths, batch, rounds, time_limit, threads, as_json)
+        return
+    if artifact is None or shapes is not None or output is not None:
+        raise UsageError("bench needs an ARTIFACT; --shapes and --output belong to --costs.")
     from subquad.runtime.bench import bench as run_bench
 
     with _working() as progress:
@@ -770,6 +799,50 @@ def bench(
         _print_json(result.to_json())
     else:
         _print_bench(result)
+
+
+def _bench_costs(
+    artifact: Path | None,
+    shapes: tuple[str, ...] | None,
+    output: Path | None,
+    lengths: tuple[int, ...] | None,
+    batch: int,
+    rounds: int,
+    time_limit: float,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Measure costs and add them to the table they belong to."""
+    from subquad.passes import cost_measurement as measuring
+    from subquad.passes.costs import CostTable, default_path
+    from subquad.runtime.jsonable import json_ready
+    from subquad.runtime.machine import usable_cores
+
+    if artifact is not None and shapes is not None:
+        raise UsageError("--shapes are those of the ARTIFACT; give one of the two.")
+    if artifact is not None:
+        sites = measuring.sites_of(artifact)
+    else:
+        sites = [site for text in shapes or ("12/12/64",) for site in measuring.example_sites(text)]
+    plan = measuring.CostPlan(
+        tuple(variant for site in sites for variant in measuring.candidates_of(site)),
+        lengths=lengths or measuring.LENGTHS,
+        batches=(batch,),
+        threads=(threads,) if threads else tuple(sorted({1, usable_cores()})),
+        rounds=rounds,
+        seconds=time_limit,
+    )
+    path = output or default_path()
+    known = CostTable.load(path) if path.exists() else None
+    with _working() as progress:
+        measured = measuring.measure_costs(plan, progress)
+    table = measured if known is None else known.merge(measured)
+    table.save(path)
+    if as_json:
+        _print_json(json_ready({"path": path, "hash": table.hash, "table": table}))
+        return
+    _print_costs(measured)
+    _console().print(f"wrote {path}", markup=False, highlight=False)
 
 
 @cli.command(
@@ -1198,6 +1271,24 @@ def _print_bench(result: BenchResult) -> None:
         markup=False,
         highlight=False,
     )
+
+
+def _print_costs(costs: CostTable) -> None:
+    console = _console()
+    places = sorted({(p.kv_len, p.query_len) for curve in costs.curves for p in curve.points})
+    names = [f">{k}" if k == q else f">{q} of {k}" for k, q in places]
+    table = _table("operator, ms by length", "as", ">threads", *names)
+    for curve in costs.curves:
+        times = {(p.kv_len, p.query_len): p.seconds for p in curve.points if p.density == 1.0}
+        cells = [f"{times[place] * 1e3:.3g}" if place in times else "-" for place in places]
+        _add(table, curve.title, curve.runs_as, curve.threads, *cells)
+    console.print(table)
+    for note in costs.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    steady = costs.settings["steady"]
+    if steady < 0.85:
+        line = f"note: the machine was busy: {1 - steady:.0%} of the matrix products were unsteady"
+        console.print(line, markup=False, highlight=False)
 
 
 def _print_doctor(report: DoctorReport) -> None:

@@ -6,7 +6,6 @@ parent takes the contestant that was at work out of the race.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -93,26 +92,18 @@ def _open_operator(spec: Mapping[str, Any]) -> Any:
 
 def _first(contestant: Any) -> dict[str, Any]:
     """The first run: its time, and by how much memory rose above what was there before."""
-    if sys.platform != "linux":
+    from subquad.runtime.machine import memory_growth
+
+    seconds = 0.0
+
+    def call() -> None:
+        nonlocal seconds
         start = time.perf_counter()
         contestant.call()
-        return {"seconds": time.perf_counter() - start, "growth": None, "peak": None}
-    # Free memory of the heap goes back to the system, so that using it again counts.
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")  # the peak starts anew
-    before = _status("VmRSS")
-    start = time.perf_counter()
-    contestant.call()
-    seconds = time.perf_counter() - start
-    peak = _status("VmHWM")
-    return {"seconds": seconds, "growth": max(0, peak - before), "peak": peak}
+        seconds = time.perf_counter() - start
 
-
-def _status(field: str) -> int:
-    with open("/proc/self/status", encoding="ascii") as file:
-        (line,) = (line for line in file if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
+    growth, peak = memory_growth(call) or (None, None)
+    return {"seconds": seconds, "growth": growth, "peak": peak}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,6 @@ from numpy.typing import NDArray
 from subquad.kernels.example_inputs import Sizes
 
 Feeds = Mapping[str, NDArray[Any]]
-
-QUIET = {"session.force_spinning_stop": "1"}
-"""Threads of a session that has finished its run leave the cores to the next contestant."""
 
 
 @dataclass(frozen=True)
@@ -75,31 +73,22 @@ def _scores(variant: Any, sizes: Sizes) -> int:
 
 
 def open_model(model: bytes, threads: int, library: str | None = None) -> Any:
-    import onnxruntime as ort
+    from subquad.runtime.session import TURNS, open_session
 
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    for key, setting in QUIET.items():
-        options.add_session_config_entry(key, setting)
-    if library is not None:
-        options.register_custom_ops_library(library)
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    libraries = () if library is None else (Path(library),)
+    return open_session(
+        model, folder=Path.cwd(), threads=threads, config=TURNS, libraries=libraries
+    )
 
 
 def bind(
     session: Any, feeds: Feeds, unpack: Callable[[Any], Any] = lambda array: array
 ) -> Prepared:
     """Inputs stay where they are, the output in ONNX Runtime's arena: as inside a graph."""
-    binding = session.io_binding()
-    for item in session.get_inputs():
-        binding.bind_cpu_input(item.name, np.ascontiguousarray(feeds[item.name]))
-    binding.bind_output(session.get_outputs()[0].name)
-    return Prepared(
-        lambda: session.run_with_iobinding(binding),
-        lambda: unpack(binding.copy_outputs_to_cpu()[0]),
-    )
+    from subquad.runtime.session import BoundRun
+
+    run = BoundRun.bind(session, {name: np.ascontiguousarray(feeds[name]) for name in feeds})
+    return Prepared(run, lambda: unpack(run.output()))
 
 
 def _subquad(with_kernel: bool) -> Callable[[Task], Prepared]:

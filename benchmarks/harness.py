@@ -13,6 +13,7 @@ agrees with its float64 reference first.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -27,6 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from subquad.runtime.machine import available_bytes
+
 HERE = Path(__file__).resolve().parent
 
 GEMM_SIZE = 1024
@@ -37,7 +40,7 @@ GEMM_DEVIATION = 0.15
 SAMPLE_SECONDS = 0.005
 """Shorter runs are repeated within one sample."""
 
-CASE_SECONDS = 3.0
+CASE_SECONDS = 2.0
 """A case gets more rounds than asked for while it took less."""
 
 
@@ -259,7 +262,7 @@ def measure_case(case: Case, pool: Pool, settings: Settings, left: float) -> dic
     if case.predicted * settings.rounds > left:
         needed = case.predicted * settings.rounds
         return base | {"skipped": f"about {needed:.0f} s are needed, {max(left, 0):.0f} s are left"}
-    room = 0.8 * _available_bytes()
+    room = 0.8 * (available_bytes() or math.inf)
     for item in case.contestants:
         if item.unavailable:
             excluded[item.label] = item.unavailable
@@ -445,13 +448,3 @@ def _statistics(
         "flops": case.flops,
         "contestants": table,
     }
-
-
-def _available_bytes() -> int:
-    """Memory that may still be used."""
-    try:
-        text = Path("/proc/meminfo").read_text("ascii")
-    except OSError:
-        return 1 << 62
-    (line,) = (line for line in text.splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024

@@ -63,11 +63,27 @@ def build(variants: Iterable[OperatorVariant], params: dict[str, int]) -> Kernel
     }
 
 
+def taking_part(item: Workload | whole_models.Model, *, slow: bool, must: bool) -> list[Any]:
+    """Entries of a workload or model; for the table only ours and those that a row names."""
+    rivals = {row.rival for row in MUST if row.workload == item.name}
+    return [
+        entry
+        for number, entry in enumerate(item.entries)
+        if (slow or not entry.slow_start) and (not must or number == 0 or entry.label in rivals)
+    ]
+
+
 def operator_case(
-    workload: Workload, length: int, threads: int, tuned: dict[str, Kernels], *, slow: bool
+    workload: Workload,
+    length: int,
+    threads: int,
+    tuned: dict[str, Kernels],
+    *,
+    slow: bool,
+    must: bool = False,
 ) -> Case:
     """One workload; ``tuned`` has the libraries of every set of parameters, "" = defaults."""
-    entries = [entry for entry in workload.entries if slow or not entry.slow_start]
+    entries = taking_part(workload, slow=slow, must=must)
     first = workload.entries[0]
     sizes = workload.sizes(length)
     sliceable = _sliceable(first.variant)
@@ -114,7 +130,7 @@ def operator_case(
             "batch": workload.batch,
             "query_len": sizes.query_len,
             "real": workload.real,
-            "load": workload.load,
+            "density": workload.density,
             "overload": first.variant.overload,
         },
     )
@@ -158,8 +174,10 @@ def _predicted(workload: Workload, entry: Entry, length: int) -> float:
     return max(own, 2.0 * pairs * variant.num_heads * (variant.head_dim + variant.value_dim))
 
 
-def model_case(model: whole_models.Model, length: int, threads: int, *, slow: bool) -> Case:
-    entries = [entry for entry in model.entries if slow or not entry.slow_start]
+def model_case(
+    model: whole_models.Model, length: int, threads: int, *, slow: bool, must: bool = False
+) -> Case:
+    entries = taking_part(model, slow=slow, must=must)
     rows = tuple(range(max(1, int(min(whole_models.CHECK_LENGTH, length) * model.real))))
     wanted = _model_wanted(model, length, threads, rows)
     contestants = tuple(
@@ -305,10 +323,11 @@ def main(arguments: Sequence[str]) -> int:
     tuned = {
         label: build(variants, parse_params(label) if label else {}) for label in ["", *args.params]
     }
-    cases = [operator_case(*item, tuned, slow=slow) for item in operators]
+    must = args.set == "must"
+    cases = [operator_case(*item, tuned, slow=slow, must=must) for item in operators]
     for item in whole:
         say(f"preparing {item[0].name}")
-        cases.append(model_case(*item, slow=slow))
+        cases.append(model_case(*item, slow=slow, must=must))
     custom = args.only is not None or args.lengths is not None
     name = "custom" if custom else args.set
     total = args.time or SECONDS.get(args.set, 3600.0)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from contestants import QUIET, Prepared
+from contestants import Prepared
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests" / "support"))
@@ -224,7 +224,7 @@ def _tokens(source: Path, length: int, batch: int) -> NDArray[np.int64]:
 def _open_artifact(spec: Mapping[str, Any]) -> Callable[..., NDArray[Any]]:
     from subquad.runtime.kernel_library import choose_kernels
     from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME, Manifest
-    from subquad.runtime.session import open_session, run_session
+    from subquad.runtime.session import TURNS, open_session, run_session
 
     folder = Path(spec["artifact"]).resolve()
     manifest = Manifest.read(folder)
@@ -233,7 +233,7 @@ def _open_artifact(spec: Mapping[str, Any]) -> Callable[..., NDArray[Any]]:
         libraries = choose_kernels(folder, manifest, "require").paths
     file = REFERENCE_NAME if spec["how"] == "export" else MODEL_NAME
     session = open_session(
-        folder / file, folder=folder, threads=spec["threads"], config=QUIET, libraries=libraries
+        folder / file, folder=folder, threads=spec["threads"], config=TURNS, libraries=libraries
     )
     output = next(o.name for o in manifest.outputs if o.is_logits == spec["is_decoder"])
 

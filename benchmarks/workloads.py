@@ -34,7 +34,7 @@ class Entry:
         label: unique in the workload.
         engine: key of ``ENGINES``.
         variant: what it computes.
-        real, load, history: instead of those of the workload, if given.
+        real, density, history: instead of those of the workload, if given.
         slow_start: compiles for many seconds; only in the full set.
     """
 
@@ -42,7 +42,7 @@ class Entry:
     engine: str
     variant: Any
     real: float | None = None
-    load: float | None = None
+    density: float | None = None
     history: int | None = None
     slow_start: bool = False
 
@@ -62,7 +62,7 @@ class Workload:
         flops: of our variant, for one batch row.
         batch: rows.
         real: share of the keys that are real.
-        load: share of the key blocks that a list keeps.
+        density: share of the key blocks that a list keeps.
         queries: number of queries; ``None``: as many as keys.
         slow: leave out of the default set.
     """
@@ -73,7 +73,7 @@ class Workload:
     lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
     batch: int = 1
     real: float = 1.0
-    load: float = 1.0
+    density: float = 1.0
     queries: int | None = None
     slow: bool = False
 
@@ -86,7 +86,7 @@ class Workload:
             query_len=self.queries or length,
             kv_len=length,
             real=self.real if entry.real is None else entry.real,
-            load=self.load if entry.load is None else entry.load,
+            density=self.density if entry.density is None else entry.density,
         )
 
     def total_flops(self, length: int) -> float:
@@ -98,7 +98,7 @@ def softmax_flops(variant: Any, span: int | None = None) -> Callable[[Sizes], fl
     causal = getattr(variant, "window_right", -1) == 0 or getattr(variant, "allowed_right", -1) == 0
 
     def flops(sizes: Sizes) -> float:
-        pairs = float(sizes.query_len) * sizes.real_keys * sizes.load
+        pairs = float(sizes.query_len) * sizes.real_keys * sizes.density
         if causal and sizes.query_len == sizes.kv_len:
             pairs /= 2
         if span is not None:
@@ -174,7 +174,7 @@ def block_sparse(percent: int) -> Workload:
         ),
         softmax_flops(SPARSE),
         lengths=(2048, 8192, 32768),
-        load=percent / 100,
+        density=percent / 100,
     )
 
 

@@ -51,7 +51,8 @@ from subquad.passes.calibrate.measure import (
 from subquad.passes.calibrate.refit import refit_projections
 from subquad.passes.calibrate.score import Score, Scorer
 from subquad.passes.calibrate.segments import load_split
-from subquad.passes.plan import Assignment
+from subquad.passes.methods import get_method
+from subquad.passes.plan import DENSE, Assignment
 from subquad.passes.plan_file import PlanFile
 from subquad.passes.plan_report import plan_file
 from subquad.passes.planner import Choice, PlanBudget, search
@@ -270,6 +271,10 @@ class _Planning:
         if self._limits is not None:
             self._scorer.check(self._limits)
         self._sites = [AttentionSite.from_json(record.site) for record in self.manifest.sites]
+        exact = get_method(DENSE)
+        present = [exact.lower(site, exact.parameters()) for site in self._sites]
+        # Now that it is known what a table has to know.
+        self._prices = choose_prices(request.minimize, request.threads, present)
         split = load_split(self.base, MODEL_NAME, self._sites)
         self._engine = Engine(split, self.base, threads=request.threads, kernels=request.kernels)
         with clock.stage("measure"):

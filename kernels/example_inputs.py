@@ -19,14 +19,14 @@ class Sizes:
 
     Attributes:
         real: share of the keys that are real; the others are padding on the right.
-        load: share of the key blocks that a list of blocks keeps, for operators that read one.
+        density: share of the key blocks that a list of blocks keeps, for operators that read one.
     """
 
     batch: int
     query_len: int
     kv_len: int
     real: float = 1.0
-    load: float = 1.0
+    density: float = 1.0
 
     @property
     def real_keys(self) -> int:

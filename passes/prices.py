@@ -17,7 +17,9 @@ from subquad.kernels.block_select.semantics import BlockSelectVariant
 from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.operator import UNLIMITED, OperatorVariant
+from subquad.passes.costs import CostTable
 from subquad.runtime.errors import Rejection, UsageError
+from subquad.runtime.machine import usable_cores
 
 Objective = Literal["latency", "memory", "flops"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -84,8 +86,41 @@ def counted_memory() -> Counted:
     return Counted("memory", "memory was asked for", state_bytes)
 
 
-def choose_prices(objective: Objective, threads: int | None) -> Prices:
+@dataclass(frozen=True)
+class Measured:
+    """Prices by the cost table of this machine."""
+
+    table: CostTable
+    threads: int
+
+    @property
+    def unit(self) -> str:
+        return "seconds"
+
+    @property
+    def source(self) -> str:
+        return f"measured on this machine with {self.threads} threads, table {self.table.hash[:16]}"
+
+    def price(self, variants: Sequence[OperatorVariant], shape: Shape) -> float | Rejection:
+        total = 0.0
+        for variant in variants:
+            sizes = shape.batch, shape.length, shape.length
+            one = self.table.time(variant, *sizes, self.threads, density=shape.density)
+            if isinstance(one, Rejection):
+                return one
+            total += one
+        return total
+
+
+def choose_prices(
+    objective: Objective, threads: int | None, exact: Sequence[OperatorVariant] = ()
+) -> Prices:
     """Prices of ``objective``; latency falls back to FLOPs where no table of times exists.
+
+    Args:
+        objective: see ``Objective``.
+        threads: that the model will run with; default: all cores.
+        exact: what the attentions are now: a table that does not know them is of no use.
 
     Raises:
         UsageError: unknown objective.
@@ -96,7 +131,18 @@ def choose_prices(objective: Objective, threads: int | None) -> Prices:
         return counted_memory()
     if objective == "flops":
         return counted_flops()
-    return counted_flops("FLOPs instead of latency: this machine has no table of measured times")
+    table = CostTable.find()
+    if isinstance(table, Rejection):
+        return counted_flops(f"FLOPs instead of latency: {table.reason}")
+    threads = threads or usable_cores()
+    for variant in exact:
+        if not table.covers(variant, threads):
+            return counted_flops(
+                f"FLOPs instead of latency: the cost table of this machine has no times of "
+                f"{variant.op_type}:{variant.overload} with {threads} threads: "
+                "subquad bench --costs ARTIFACT"
+            )
+    return Measured(table, threads)
 
 
 @singledispatch

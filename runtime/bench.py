@@ -37,7 +37,7 @@ from subquad.runtime.kernel_library import KernelMode, choose_kernels
 from subquad.runtime.machine import describe_machine, versions
 from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME, Manifest
 from subquad.runtime.samples import Case, LatticeSamples, Layout
-from subquad.runtime.session import onnxruntime, open_session, run_session
+from subquad.runtime.session import TURNS, onnxruntime, open_session, run_session
 from subquad.runtime.validate import validate
 
 Progress = Callable[[str, float | None], None]
@@ -47,8 +47,6 @@ DEFAULT_LENGTHS = (128, 512, 2048)
 GEMM_DEVIATION = 0.15
 GEMM_SIZE = 768
 _FEWEST_ROUNDS = 3
-# The threads of a session stop spinning when its run ends: the next one's cores are free.
-_SESSION = {"session.force_spinning_stop": "1"}
 
 
 @dataclass(frozen=True)
@@ -274,7 +272,7 @@ class _Timer:
                 folder=folder,
                 provider=provider,
                 threads=threads,
-                config=_SESSION,
+                config=TURNS,
                 libraries=libraries,
             )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,37 @@ def peak_rss_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_growth(call: Callable[[], object]) -> tuple[int, int] | None:
+    """Bytes by which running ``call`` raises the peak above what is resident now, and the peak.
+
+    ``call`` runs once in any case. ``None`` where the system does not tell (not Linux).
+    """
+    if sys.platform != "linux":
+        call()
+        return None
+    # Free memory of the heap goes back to the system, so that using it again counts.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak starts anew
+    before = _status_bytes("VmRSS")
+    call()
+    peak = _status_bytes("VmHWM")
+    return max(0, peak - before), peak
+
+
+def available_bytes() -> int | None:
+    """Memory that can still be used; ``None`` where the system does not tell."""
+    value = _proc_field(Path("/proc/meminfo"), "MemAvailable")
+    return None if value is None else int(value.split()[0]) * 1024
+
+
+def _status_bytes(name: str) -> int:
+    value = _proc_field(Path("/proc/self/status"), name)
+    assert value is not None, "every Linux has it"
+    return int(value.split()[0]) * 1024
 
 
 def memory_bytes() -> int | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def example_lists(
     variant: OperatorVariant, sizes: Sizes, rng: np.random.Generator
 ) -> Mapping[str, NDArray[np.int32]]:
-    """Random lists that keep ``sizes.load`` of the blocks a causal query block may see, or of all.
+    """Random lists: ``sizes.density`` of the blocks that a causal query block may see, or of all.
 
     The query block's own keys are always among them. Queries are the last of the slots.
     """
@@ -31,7 +31,7 @@ def example_lists(
     for at in np.ndindex(*counts.shape):
         last = min(sizes.kv_len - sizes.query_len + (at[2] + 1) * block, sizes.kv_len) - 1
         seen = last // block + 1 if variant.window_right == 0 else columns
-        kept = max(1, round(sizes.load * seen))
+        kept = max(1, round(sizes.density * seen))
         others = np.delete(np.arange(seen), min(last // block, seen - 1))
         chosen = rng.permutation(others)[: kept - 1]
         counts[at] = 1 + len(chosen)

@@ -213,21 +213,21 @@ def compiler() -> str | None:
     return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
-def cache_folder() -> Path:
-    """``$SUBQUAD_CACHE`` or the user's cache folder; a temporary one where it is not writable."""
+def cache_folder(name: str = "kernels") -> Path:
+    """In ``$SUBQUAD_CACHE`` or the user's cache folder; a temporary one if not writable."""
     if override := os.environ.get("SUBQUAD_CACHE"):
         root = Path(override)
     elif base := os.environ.get("XDG_CACHE_HOME"):
         root = Path(base) / "subquad"
     else:
         root = Path.home() / ".cache" / "subquad"
-    folder = root.absolute() / "kernels"
+    folder = root.absolute() / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        logger.warning("no kernel cache: %s cannot be written: %s", folder, error.strerror)
+        logger.warning("no cache: %s cannot be written: %s", folder, error.strerror)
         return Path(tempfile.mkdtemp(prefix="subquad-kernels-"))
 
 

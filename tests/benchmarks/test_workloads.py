@@ -77,6 +77,13 @@ def test_the_table_is_measured_at_its_own_lengths() -> None:
             assert (row.workload, row.length) in got
 
 
+def test_the_table_needs_ours_and_the_rivals_of_its_rows_only() -> None:
+    dense = WORKLOADS[0]
+    case = run.operator_case(dense, 8192, 2, {"": {}}, slow=False, must=True)
+    labels = [item.label for item in case.contestants]
+    assert labels == [KERNEL, "torch SDPA", "ORT GroupQueryAttention"]
+
+
 def test_flops_by_hand() -> None:
     flops = {workload.name: workload.total_flops for workload in WORKLOADS}
     # 12 heads, half of 1024 x 1024 pairs, two products of 64

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.block_select.semantics import BlockSelectVariant
 from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.passes.costs import CostCurve, CostPoint, CostTable, bucket_of, owner_here
 from subquad.passes.prices import (
     Shape,
     band_keys,
@@ -106,8 +109,24 @@ def test_crossover() -> None:
     assert cheapest_length(lambda n: 1e9, lambda n: float(n * n), lengths) is None
 
 
-def test_objectives() -> None:
+def test_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
     assert choose_prices("memory", None).unit == "bytes"
-    assert "no table" in choose_prices("latency", None).source
+    assert "no costs were measured" in choose_prices("latency", None).source
     with pytest.raises(UsageError, match="latency, memory, flops"):
         choose_prices("speed", None)  # type: ignore[arg-type]
+
+
+def test_latency_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+    points = [CostPoint(2, n, n, 1.0, 0, 1e-6 * n**2, 0.0, None) for n in (64, 256)]
+    curve = CostCurve("Attention", bucket_of(CAUSAL), "function", 2, tuple(points))
+    CostTable(owner_here(), (curve,)).save()
+    prices = choose_prices("latency", 2, [CAUSAL])
+    assert prices.unit == "seconds" and "2 threads" in prices.source
+    assert prices.price([CAUSAL, CAUSAL], Shape(1, 128)) == pytest.approx(2e-6 * 128**2)
+    unknown = prices.price([CAUSAL, LINEAR], Shape(1, 128))
+    assert isinstance(unknown, Rejection) and "HybridAttention" in unknown.reason
+    # Nothing in a plan could be compared with attentions that have no price.
+    for exact, threads in (([LINEAR], 2), ([CAUSAL], 1)):
+        assert "the cost table" in choose_prices("latency", threads, exact).source

@@ -262,6 +262,48 @@ def test_bench(run: Run, decoder: Path) -> None:
     assert content["cases"][0]["rounds"] == 2
 
 
+def test_bench_costs(
+    run: Run, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))  # functions only: no kernel is compiled
+    quick = ("--lengths", "8", "--threads", "1", "--rounds", "3")
+    output = tmp_path / "costs.json"
+    result = run("bench", "--costs", "--shapes", "2/1/4", *quick, "--output", output)
+    assert result.exit_code == 0, result.stderr
+    assert "C++ compiler" in result.stdout and output.exists()
+    before = json.loads(output.read_text())["curves"]
+    artifact = shutil.copytree(decoder, tmp_path / "artifact")
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    for record in manifest["sites"]:  # as `convert` writes it
+        record["site"]["proof"] = {"mask": "", "mask_probes": 0, "node_probes": 0, "max_error": 0.0}
+    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    again = run("bench", "--costs", artifact, *quick, "--output", output, "--json")
+    assert again.exit_code == 0, again.stderr
+    content = json.loads(again.stdout)
+    assert len(content["table"]["curves"]) > len(before)  # the file grows
+    assert not (tmp_path / "cache" / "costs").exists()
+    assert run("bench", "--costs", "--shapes", "2/1/4", *quick).exit_code == 0
+    assert len(list((tmp_path / "cache" / "costs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--costs", "--shapes", "2x1x4"],
+        ["--costs", "--provider", "cuda"],
+        ["--costs", "out", "--shapes", "2/1/4"],
+        ["out", "--shapes", "2/1/4"],
+        ["--costs", "--lengths", "0"],
+    ],
+)
+def test_bench_costs_refuses(run: Run, arguments: list[str]) -> None:
+    result = run("bench", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
 def test_run_text(run: Run, decoder: Path) -> None:
     result = run("run", decoder, "--text", "w1 w2", "--top", "2")
     assert result.exit_code == 0, result.stderr

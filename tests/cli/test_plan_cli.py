@@ -37,7 +37,7 @@ def test_plan_writes_a_file_that_convert_takes(run: Run, folder: Path, tmp_path:
     raw = json.loads((folder / "plan.json").read_text("utf-8"))
     assert len(raw["sites"]) == 3
     words = " ".join(result.stdout.split())
-    assert "held out:" in words and "budget kl=1.5" in words and "no table of measured" in words
+    assert "held out:" in words and "budget kl=1.5" in words and "no costs were measured" in words
 
     # Edited by hand: one attention is exact again.
     raw["sites"][1]["method"] = "dense"

@@ -30,7 +30,7 @@ def test_equal_arguments_give_equal_arrays() -> None:
 def test_lists_of_blocks_keep_the_load_and_the_own_block() -> None:
     variant = BlockSparseVariant(2, 1, 8, 8, 0.3, block=8, window_right=0)
     for query_len, kv_len in ((160, 160), (19, 160), (1, 33)):
-        sizes = Sizes(2, query_len, kv_len, load=0.3)
+        sizes = Sizes(2, query_len, kv_len, density=0.3)
         feeds = example_inputs(variant, sizes)
         counts, indices = feeds["block_counts"], feeds["block_indices"]
         assert counts.shape == (2, 2, -(-query_len // 8))
