@@ -274,7 +274,9 @@ class _Planning:
         exact = get_method(DENSE)
         present = [exact.lower(site, exact.parameters()) for site in self._sites]
         # Now that it is known what a table has to know.
-        self._prices = choose_prices(request.minimize, request.threads, present)
+        self._prices = choose_prices(
+            request.minimize, request.threads, present, kernels=request.kernels
+        )
         split = load_split(self.base, MODEL_NAME, self._sites)
         self._engine = Engine(split, self.base, threads=request.threads, kernels=request.kernels)
         with clock.stage("measure"):

@@ -88,10 +88,17 @@ def counted_memory() -> Counted:
 
 @dataclass(frozen=True)
 class Measured:
-    """Prices by the cost table of this machine."""
+    """Prices by the cost table of this machine.
+
+    Attributes:
+        table: see there.
+        threads: for one operator.
+        kernels: whether what has a kernel runs as one; else everything runs as functions.
+    """
 
     table: CostTable
     threads: int
+    kernels: bool = True
 
     @property
     def unit(self) -> str:
@@ -99,13 +106,23 @@ class Measured:
 
     @property
     def source(self) -> str:
-        return f"measured on this machine with {self.threads} threads, table {self.table.hash[:16]}"
+        runs_as = "kernels" if self.kernels else "functions"
+        return (
+            f"measured on this machine with {self.threads} threads and {runs_as}, table "
+            f"{self.table.hash[:16]}"
+        )
 
     def price(self, variants: Sequence[OperatorVariant], shape: Shape) -> float | Rejection:
         total = 0.0
         for variant in variants:
             sizes = shape.batch, shape.length, shape.length
-            one = self.table.time(variant, *sizes, self.threads, density=shape.density)
+            one = self.table.time(
+                variant,
+                *sizes,
+                self.threads,
+                density=shape.density,
+                runs_as=None if self.kernels else "function",
+            )
             if isinstance(one, Rejection):
                 return one
             total += one
@@ -113,7 +130,11 @@ class Measured:
 
 
 def choose_prices(
-    objective: Objective, threads: int | None, exact: Sequence[OperatorVariant] = ()
+    objective: Objective,
+    threads: int | None,
+    exact: Sequence[OperatorVariant] = (),
+    *,
+    kernels: bool = False,
 ) -> Prices:
     """Prices of ``objective``; latency falls back to FLOPs where no table of times exists.
 
@@ -121,6 +142,7 @@ def choose_prices(
         objective: see ``Objective``.
         threads: that the model will run with; default: all cores.
         exact: what the attentions are now: a table that does not know them is of no use.
+        kernels: whether the artifact will have kernels.
 
     Raises:
         UsageError: unknown objective.
@@ -142,7 +164,7 @@ def choose_prices(
                 f"{variant.op_type}:{variant.overload} with {threads} threads: "
                 "subquad bench --costs ARTIFACT"
             )
-    return Measured(table, threads)
+    return Measured(table, threads, kernels)
 
 
 @singledispatch

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,10 +122,14 @@ def test_latency_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
     points = [CostPoint(2, n, n, 1.0, 0, 1e-6 * n**2, 0.0, None) for n in (64, 256)]
     curve = CostCurve("Attention", bucket_of(CAUSAL), "function", 2, tuple(points))
-    CostTable(owner_here(), (curve,)).save()
+    fast = tuple(replace(point, seconds=point.seconds / 4) for point in points)
+    kernel = CostCurve("Attention", bucket_of(CAUSAL), "kernel", 2, fast)
+    CostTable(owner_here(), (curve, kernel)).save()
     prices = choose_prices("latency", 2, [CAUSAL])
     assert prices.unit == "seconds" and "2 threads" in prices.source
     assert prices.price([CAUSAL, CAUSAL], Shape(1, 128)) == pytest.approx(2e-6 * 128**2)
+    with_kernels = choose_prices("latency", 2, [CAUSAL], kernels=True)
+    assert with_kernels.price([CAUSAL], Shape(1, 128)) == pytest.approx(0.25e-6 * 128**2)
     unknown = prices.price([CAUSAL, LINEAR], Shape(1, 128))
     assert isinstance(unknown, Rejection) and "HybridAttention" in unknown.reason
     # Nothing in a plan could be compared with attentions that have no price.
