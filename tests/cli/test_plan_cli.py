@@ -54,6 +54,7 @@ def test_plan_writes_a_file_that_convert_takes(run: Run, folder: Path, tmp_path:
     assert json.loads(again.stdout)["plan"]["runs"] >= 2
 
 
+@pytest.mark.slow
 def test_inspect_shows_where_heads_look(run: Run, folder: Path, tmp_path: Path) -> None:
     import numpy as np
 

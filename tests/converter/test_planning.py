@@ -122,6 +122,7 @@ def test_artifact_is_the_plan_s(source: Path, work: Path, plan: Any, tmp_path: P
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_refit_brings_the_artifact_nearer(
     source: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
