@@ -29,8 +29,8 @@ from subquad.kernels.templates.vectors import (
     store_scalar,
 )
 
-FEW_ROWS = 16
-"""Up to so many query rows per key/value head take this way: there both ways are equally fast."""
+FEW_ROWS = 8
+"""Up to so many query rows per key/value head take this way; from 16 on tiles are faster."""
 
 MIN_TASKS = 16
 """Keys are cut until there are so many tasks, enough for any cores to even out."""
