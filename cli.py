@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from subquad.kernels.tuning.tune import TuneReport
     from subquad.passes.costs import CostTable
     from subquad.runtime.bench import BenchResult
     from subquad.runtime.doctor import DoctorReport
@@ -397,6 +398,23 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     is_flag=True,
     help="Fail (exit 6) unless every attention gets a kernel; implies --kernels cpu.",
 )
+@click.option(
+    "--tuning/--no-tuning",
+    default=True,
+    show_default=True,
+    help="Take kernel parameters from tuning records, your own and those of the package.",
+)
+@click.option(
+    "--tuning-records",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="File that `subquad tune` wrote; wins over the others. May repeat.",
+)
+@click.option(
+    "--tuning-length",
+    type=click.IntRange(min=1),
+    help="Length to look records up for [default: the model's longest, at most 4096].",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
 @_common
 def convert(
@@ -423,6 +441,9 @@ def convert(
     strict_causal: bool,
     kernels: str,
     require_kernels: bool,
+    tuning: bool,
+    tuning_records: tuple[Path, ...],
+    tuning_length: int | None,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -435,6 +456,10 @@ def convert(
         "kernels": kernels,
         "require_kernels": require_kernels,
     }
+    pipeline = _converter()
+    from subquad.kernels.tuning.choose import TuningOptions
+
+    shared["tuning"] = TuningOptions(tuning, tuning_records, tuning_length)
     with _working() as progress:
         if budget:
             request = _plan_request(
@@ -494,7 +519,7 @@ def convert(
                 **shared,
             )
         else:
-            converted = _converter().convert(
+            converted = pipeline.convert(
                 source,
                 output,
                 force=_merge_sites(force, sites),
@@ -621,6 +646,125 @@ def plan(
     _print_plan(console, report.to_json())
     if output is not None:
         console.print(f"wrote {output}; next: subquad convert {source} OUT --plan {output}")
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  subquad tune out                        the attentions of an artifact
+  subquad tune out --lengths 512,4096 --time 1800
+  subquad tune --shapes Attention:num_heads=12,head_dim=64,window_right=0,length=4096
+  subquad tune out --rpc tracker:9190 --key arm-board --target x86-64-v3
+  subquad tune --merge mine.jsonl --merge theirs.jsonl --records all.jsonl
+
+\b
+A shape is OPERATOR:NAME=VALUE,... with the fields of the operator, and batch,
+length and queries. `subquad convert --kernels cpu` uses what was found.
+"""
+)
+@click.argument("artifact", required=False, type=click.Path(path_type=Path))
+@click.option("--shapes", multiple=True, metavar="SPEC", help="A shape to tune; may repeat.")
+@click.option("--lengths", type=_IntList(), help="Of an artifact [default: its longest, <= 4096].")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--trials",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Candidates per shape, at most.",
+)
+@click.option(
+    "--time",
+    "seconds",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    help="Seconds for all shapes together; kept.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of a call [default: cores].")
+@click.option(
+    "--target", metavar="NAME", help="Instruction set [default: the best of this machine]."
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["templates", "metaschedule"]),
+    default="templates",
+    show_default=True,
+    help="What is searched: parameters of our templates, or schedules by TVM's MetaSchedule.",
+)
+@click.option("--rpc", metavar="HOST:PORT", help="Measure on the servers of this TVM RPC tracker.")
+@click.option("--key", help="Of the servers to use; needs --rpc.")
+@click.option(
+    "--records",
+    type=click.Path(path_type=Path),
+    help="File to add records to [default: the one that `subquad convert` reads].",
+)
+@click.option(
+    "--merge",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Only write the records of these files into --records, each once; may repeat.",
+)
+@click.option("--best-only", is_flag=True, help="Merge only the confirmed best of each shape.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
+@_common
+def tune(
+    artifact: Path | None,
+    shapes: tuple[str, ...],
+    lengths: tuple[int, ...] | None,
+    batch: int,
+    trials: int,
+    seconds: float,
+    threads: int | None,
+    target: str | None,
+    engine: str,
+    rpc: str | None,
+    key: str | None,
+    records: Path | None,
+    merge: tuple[Path, ...],
+    best_only: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Search faster parameters for the kernels of ARTIFACT or of SHAPES, and keep records."""
+    tuning = _tuning()
+    path = records or tuning.user_records()
+    if merge:
+        if artifact is not None or shapes:
+            raise UsageError("--merge tunes nothing: drop the artifact and --shapes.")
+        count = tuning.merge_records(merge, path, best_only=best_only)
+        click.echo(f"wrote {count} records to {path}", err=True)
+        return
+    wanted = [tuning.parse_shape(text, tuning.OPERATORS) for text in shapes]
+    if artifact is not None:
+        wanted += tuning.shapes_of_artifact(artifact, batch=batch, lengths=lengths)
+    if (rpc is None) != (key is None):
+        raise UsageError("--rpc and --key need each other.")
+    if rpc is not None and target is None:
+        raise UsageError("--rpc needs --target: the other machines may have other processors.")
+    try:
+        with _working() as progress:
+            report = tuning.tune(
+                wanted,
+                path,
+                target=tuning.find_target(target),
+                engine=engine,
+                rpc=None if rpc is None or key is None else (rpc, key),
+                trials=trials,
+                seconds=seconds,
+                threads=threads,
+                seed=seed,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; what was measured is in {path}", err=True)
+        click.get_current_context().exit(INTERRUPTED)
+    if as_json:
+        from subquad.runtime.jsonable import json_ready
+
+        _print_json(json_ready(report))
+    else:
+        _print_tuning(report)
 
 
 @cli.command(
@@ -951,6 +1095,20 @@ def _converter() -> Any:
     return pipeline
 
 
+def _tuning() -> Any:
+    """The tuner; says which extra is missing."""
+    try:
+        from subquad.kernels.tuning import tune
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "subquad":
+            raise
+        raise UsageError(
+            f"Tuning needs {error.name}, which is not installed: "
+            "pip install 'subquad[cpu,convert,kernels]'."
+        ) from error
+    return tune
+
+
 def _merge_sites(force: Sequence[str], sites: str | None) -> tuple[str, ...]:
     """``force`` with ``--sites`` as the ``@SITES`` of the one method it can only mean."""
     if sites is None:
@@ -1074,6 +1232,8 @@ def _print_sites(
     for block in sorted(coarse):
         line = f"causal only between blocks of {block} tokens; --strict-causal forbids it"
         console.print(line, markup=False, highlight=False)
+    if converted:
+        _print_tuned_sites(console, records)
     for record in records:
         if record["reason"]:
             line = f"{record['site']['name']}: {record['reason']}"
@@ -1096,6 +1256,19 @@ def _print_distillation(console: Console, result: Mapping[str, Any] | None) -> N
 def _value(value: Any) -> str:
     """A parameter as it is written: one for every head with slashes."""
     return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _print_tuned_sites(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
+    """One line: where the parameters of the kernels come from."""
+    counts: dict[str, int] = {}
+    for record in records:
+        for variant in record.get("variants", ()):
+            for target, choice in variant["tuning"].items():
+                line = f"{target} {choice['how']}"
+                counts[line] = counts.get(line, 0) + 1
+    if counts:
+        text = ", ".join(f"{line}: {count}" for line, count in counts.items())
+        console.print(f"kernel parameters: {text}", markup=False, highlight=False)
 
 
 def _print_rejections(console: Console, rejections: Sequence[Mapping[str, str]]) -> None:
@@ -1289,6 +1462,32 @@ def _print_costs(costs: CostTable) -> None:
     if steady < 0.85:
         line = f"note: the machine was busy: {1 - steady:.0%} of the matrix products were unsteady"
         console.print(line, markup=False, highlight=False)
+
+
+def _print_tuning(report: TuneReport) -> None:
+    console = _console()
+    table = _table("kernel", ">length", ">trials", ">failed", ">time", ">quartiles", "parameters")
+    for kernel in report.kernels:
+        low, middle, high = kernel.ratios
+        failed = kernel.trials.get("failed", 0) + kernel.trials.get("wrong", 0)
+        params = ",".join(f"{name}={value}" for name, value in kernel.params.items())
+        _add(
+            table,
+            f"{kernel.operator}:{kernel.variant}",
+            kernel.workload.kv_len,
+            sum(kernel.trials.values()),
+            failed,
+            f"{middle:.2f}x",
+            f"{low:.2f}-{high:.2f}",
+            params if kernel.how == "tuned" else f"defaults: {kernel.reason}",
+        )
+    console.print(table)
+    console.print(
+        f"{report.machine}, {report.target}, threads: {report.threads}; {report.seconds:.0f} s; "
+        f"time is that of the default parameters; records: {report.records}",
+        markup=False,
+        highlight=False,
+    )
 
 
 def _print_doctor(report: DoctorReport) -> None:

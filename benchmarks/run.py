@@ -54,7 +54,7 @@ Kernels = dict[tuple[str, str], str]
 def build(variants: Iterable[OperatorVariant], params: dict[str, int]) -> Kernels:
     """Compile the kernels of all variants into one library."""
     unique = {(variant.op_type, variant.overload): variant for variant in variants}
-    built = build_kernels(list(unique.values()), params={key: params for key in unique})
+    built = build_kernels(list(unique.values()), params=lambda variant, target: params)
     return {
         key: str(built.libraries[-1].path)
         if key in built.served

@@ -21,6 +21,7 @@ from subquad.converter.pipeline import (
     write_artifact,
 )
 from subquad.converter.work_folder import WorkFolder
+from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
 from subquad.passes.calibrate.data import (
     CALIBRATION_TOKENS,
     HELDOUT_TOKENS,
@@ -72,12 +73,14 @@ def convert_and_distil(
     require_sites: str | None = None,
     kernels: KernelKind = "none",
     require_kernels: bool = False,
+    tuning: TuningOptions = DEFAULT_TUNING,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert as ``selection`` says and train what was replaced.
 
     Args:
-        source, output, overwrite, require_sites, kernels, require_kernels: as ``convert``.
+        source, output, overwrite, require_sites, kernels, require_kernels, tuning: as
+            ``convert``.
         selection: what attentions become.
         request: how to train.
         work: folder for the exact artifact, kept; by default ``OUTPUT.work``, removed at the end.
@@ -113,6 +116,7 @@ def convert_and_distil(
             seed=request.seed,
             kernels=kernels,
             require_kernels=require_kernels,
+            tuning=tuning,
             repair=distillation(base, manifest, data, request.settings, request.threads, clock),
         )
     if work is None:

@@ -33,8 +33,15 @@ from subquad.converter.emit import copy_files, place_files, write_models
 from subquad.converter.html_report import html_report
 from subquad.converter.source import trace
 from subquad.converter.traced import TracedModel
-from subquad.kernels.host.build import LIBRARY_NAME, KernelBuild, build_kernels
+from subquad.kernels.host.build import (
+    LIBRARY_NAME,
+    KernelBuild,
+    build_kernels,
+    fields_of,
+    variant_key,
+)
 from subquad.kernels.kernel import CPU_TEMPLATES
+from subquad.kernels.tuning.choose import DEFAULT_TUNING, TunedParameters, TuningOptions
 from subquad.passes.canonicalise import canonicalise
 from subquad.passes.lower import LoweredSite, lower_sites
 from subquad.passes.methods import method_text
@@ -236,6 +243,7 @@ def convert(
     kernels: KernelKind = "none",
     require_kernels: bool = False,
     templates: Mapping[str, str] = CPU_TEMPLATES,
+    tuning: TuningOptions = DEFAULT_TUNING,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert ``source`` into the artifact directory ``output``.
@@ -256,6 +264,7 @@ def convert(
             in the report; it runs as ONNX functions.
         require_kernels: an attention without a kernel is an error; implies ``kernels="cpu"``.
         templates: operator -> ``module:attribute`` of the template of its kernels.
+        tuning: which records the parameters of the kernels come from.
         progress: called with each stage's name.
 
     Raises:
@@ -288,6 +297,7 @@ def convert(
             kernels=kernels,
             require_kernels=require_kernels,
             templates=templates,
+            tuning=tuning,
         )
         if progress is not None:
             progress("publish", None)
@@ -306,6 +316,7 @@ def write_artifact(
     kernels: KernelKind = "none",
     require_kernels: bool = False,
     templates: Mapping[str, str] = CPU_TEMPLATES,
+    tuning: TuningOptions = DEFAULT_TUNING,
     facts: Mapping[str, Any] | None = None,
     repair: Repair | None = None,
     finish: Callable[[Path], Mapping[str, Any]] | None = None,
@@ -318,7 +329,7 @@ def write_artifact(
         plan: one assignment per site.
         clock: takes the seconds of each stage.
         shown_as: where ``folder`` will be.
-        seed, kernels, require_kernels, templates: as ``convert``.
+        seed, kernels, require_kernels, templates, tuning: as ``convert``.
         facts: further entries of ``report.json``.
         repair: changes weights of the rewritten model; returns more entries.
         finish: looks at the checked artifact before its report is written; returns more entries.
@@ -333,16 +344,20 @@ def write_artifact(
     if repair is not None:
         with clock.stage("repair"):
             repaired = repair(traced.model, plan)
-    built = KernelBuild()
+    built, parameters = KernelBuild(), TunedParameters(templates)
     if kernels == "cpu" or require_kernels:
         with clock.stage("kernels"):
-            built = build_kernels([v for site in variants for v in site], templates=templates)
+            parameters = tuning.parameters(templates, traced.max_length)
+            built = build_kernels(
+                [v for site in variants for v in site], templates=templates, params=parameters.of
+            )
             if require_kernels:
                 _refuse_missing_kernels(plan, variants, built)
     names = {key: _template_name(place) for key, place in built.served.items()}
     lowered = lower_sites(traced.model, variants, names, built.declined)
     records = tuple(
-        _site_record(assignment, site) for assignment, site in zip(plan, lowered, strict=True)
+        _site_record(assignment, site, _describe(of_site, built, parameters))
+        for assignment, site, of_site in zip(plan, lowered, variants, strict=True)
     )
     with clock.stage("emit"):
         files, libraries = _write_libraries(built, folder)
@@ -480,7 +495,29 @@ def _write(traced: TracedModel, folder: Path) -> dict[str, dict[str, Any]]:
     return write_models(folder, models) | copy_files(folder, traced.companions)
 
 
-def _site_record(assignment: Assignment, lowered: LoweredSite | None = None) -> SiteRecord:
+def _describe(
+    variants: SiteVariants, built: KernelBuild, parameters: TunedParameters
+) -> tuple[dict[str, Any], ...]:
+    """The operators of one site for the manifest; see ``SiteRecord.variants``."""
+    return tuple(
+        {
+            "operator": variant.op_type,
+            "fields": fields_of(variant),
+            "tuning": {
+                library.target.name: parameters.choose(variant, library.target).to_json()
+                for library in built.libraries
+                if variant_key(variant) in built.served
+            },
+        }
+        for variant in variants
+    )
+
+
+def _site_record(
+    assignment: Assignment,
+    lowered: LoweredSite | None = None,
+    variants: tuple[dict[str, Any], ...] = (),
+) -> SiteRecord:
     reasons = [] if assignment.declined is None else [assignment.declined.reason]
     if lowered is not None and lowered.reason:
         reasons.append(f"no kernel: {lowered.reason}")
@@ -494,6 +531,7 @@ def _site_record(assignment: Assignment, lowered: LoweredSite | None = None) -> 
         prepared=() if lowered is None else lowered.prepared,
         causal_granularity=assignment.method.causal_granularity(assignment.params),
         piece_granularity=assignment.method.piece_granularity(assignment.params),
+        variants=variants,
     )
 
 

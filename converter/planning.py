@@ -35,6 +35,7 @@ from subquad.converter.pipeline import (
     write_artifact,
 )
 from subquad.converter.work_folder import WorkFolder, key_of
+from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
 from subquad.passes.calibrate.data import (
     CALIBRATION_TOKENS,
     HELDOUT_TOKENS,
@@ -180,12 +181,14 @@ def convert_with_budget(
     kernels: KernelKind = "none",
     require_kernels: bool = False,
     distil: DistilSettings | None = None,
+    tuning: TuningOptions = DEFAULT_TUNING,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Plan and convert.
 
     Args:
-        source, output, overwrite, require_sites, kernels, require_kernels: as ``convert``.
+        source, output, overwrite, require_sites, kernels, require_kernels, tuning: as
+            ``convert``.
         request: what to plan for.
         distil: train the replaced attentions on the calibration inputs.
         work: as ``plan_source``; by default ``OUTPUT.work``, removed when all is done.
@@ -219,6 +222,7 @@ def convert_with_budget(
             seed=request.seed,
             kernels=kernels,
             require_kernels=require_kernels,
+            tuning=tuning,
             facts={"planning": planned.to_json(), "refit": refit.facts},
             repair=None if distil is None else planning.distillation(distil),
             finish=planning.verify,

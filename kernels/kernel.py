@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from subquad.kernels.operator import OperatorVariant
+from subquad.kernels.templates.space import Space
 from subquad.runtime.errors import Rejection
 
 
@@ -76,6 +77,13 @@ class KernelTemplate(Protocol):
         Raises:
             ValueError: unknown parameter or value.
         """
+
+
+class TunableTemplate(KernelTemplate, Protocol):
+    """A template whose parameters can be searched; see ``kernels/tuning``."""
+
+    def space(self, variant: OperatorVariant, target: CpuTarget) -> Space:
+        """The parameters worth trying for a supported ``variant``. Must not import TVM."""
 
 
 CPU_TEMPLATES: Mapping[str, str] = {

@@ -133,6 +133,7 @@ def _extras() -> list[Check]:
         "text": "Needed for --text and for text data.",
         "convert": "Needed to inspect and convert models.",
         "kernels": "Only needed to build compiled kernels.",
+        "tune": "Only needed to tune kernels over RPC or by MetaSchedule.",
     }
     checks = []
     for extra, packages in extras().items():

@@ -66,6 +66,9 @@ class SiteRecord:
             nothing in a block before its own; 1 = exactly causal. Says nothing of other sites.
         piece_granularity: pieces of a prefill that start at multiples of so many positions make
             the whole; 1 = any pieces do, 0 = none but the whole.
+        variants: what ``prepared`` and ``operator`` compute, in this order: ``{"operator": …,
+            "fields": {…}, "tuning": {target: {"how": "tuned" | "nearest" | "default", "params":
+            {…}, "note": …}}}``: all static choices, and where its kernel's parameters come from.
     """
 
     site: dict[str, Any]
@@ -77,6 +80,7 @@ class SiteRecord:
     prepared: tuple[str, ...] = ()
     causal_granularity: int = 1
     piece_granularity: int = 1
+    variants: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,17 @@ def _parse_site(item: object) -> SiteRecord:
     for key, least in (("causal_granularity", 1), ("piece_granularity", 0)):
         if _expect(fields.get(key, 1), int, f"sites[].{key}") < least:
             raise ValueError(f"sites[].{key} must be at least {least}")
-    return SiteRecord(**{**fields, "prepared": prepared})
+    variants = _expect(fields.get("variants", []), list, "sites[].variants")
+    variants = tuple(_parse_variant(item) for item in variants)
+    return SiteRecord(**{**fields, "prepared": prepared, "variants": variants})
+
+
+def _parse_variant(item: object) -> dict[str, Any]:
+    fields: dict[str, Any] = _expect(item, dict, "sites[].variants[]")
+    _expect(fields["operator"], str, "sites[].variants[].operator")
+    for key in ("fields", "tuning"):
+        _expect(fields[key], dict, f"sites[].variants[].{key}")
+    return fields
 
 
 def _parse_library(item: object) -> KernelLibrary:

@@ -15,17 +15,21 @@ from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.parameters import TileParameters
+from subquad.kernels.templates.space import Space
 from subquad.runtime.errors import Rejection
 
 
 @dataclass(frozen=True)
 class AttentionCpuTemplate:
-    """See ``KernelTemplate``."""
+    """See ``TunableTemplate``."""
 
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, AttentionVariant):
             return Rejection(f"not exact attention: {variant.op_type}")
         return None
+
+    def space(self, variant: OperatorVariant, target: CpuTarget) -> Space:
+        return TileParameters.space(target)
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
         from tvm.script.ir_builder import tirx as T

@@ -10,17 +10,21 @@ from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.parameters import TileParameters
+from subquad.kernels.templates.space import Space
 from subquad.runtime.errors import Rejection
 
 
 @dataclass(frozen=True)
 class BlockSparseCpuTemplate:
-    """See ``KernelTemplate``. The block, not a parameter, sets the panels of a task."""
+    """See ``TunableTemplate``. The block, not a parameter, sets the panels of a task."""
 
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, BlockSparseVariant):
             return Rejection(f"not block-sparse attention: {variant.op_type}")
         return None
+
+    def space(self, variant: OperatorVariant, target: CpuTarget) -> Space:
+        return TileParameters.space(target, [n for n in TileParameters.CHOICES if n != "panels"])
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
         from subquad.kernels.templates.block_sparse import emit_block_sparse

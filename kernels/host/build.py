@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 LIBRARY_NAME = "libsubquad_kernels.so"
 COMPILERS = ("c++", "g++", "clang++")
-TVM_SERIES = {"apache-tvm": "0.27", "apache-tvm-ffi": "0.1"}
+TVM_PACKAGE = "apache-tvm"
+TVM_SERIES = {TVM_PACKAGE: "0.27", "apache-tvm-ffi": "0.1"}
 """The calling convention of kernel objects (``tvm_abi.h``) is that of these releases."""
 
 KERNEL_SECONDS = 300.0
@@ -63,6 +65,14 @@ _EXPORTS = "{ global: RegisterCustomOps; local: *; };\n"
 
 VariantKey = tuple[str, str]
 """Operator and overload."""
+
+ParamsOf = Callable[[OperatorVariant, CpuTarget], Mapping[str, int]]
+"""Tuning parameters of a kernel; those not named take the template's defaults."""
+
+
+def default_params(variant: OperatorVariant, target: CpuTarget) -> Mapping[str, int]:
+    """None: the template's defaults."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,13 @@ class KernelBuild:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One kernel, compiled for tuning: a library with nothing else in it."""
+
+    library: Path
+
+
+@dataclass(frozen=True)
 class _Job:
     """One kernel for one target."""
 
@@ -104,8 +121,8 @@ class _Job:
 
     def to_json(self, error: Path) -> dict[str, Any]:
         return {
-            "variant": _class_name(self.variant),
-            "fields": _fields(self.variant),
+            "variant": class_name(self.variant),
+            "fields": fields_of(self.variant),
             "template": self.template,
             "target": asdict(self.target),
             "params": dict(self.params),
@@ -142,7 +159,7 @@ def build_kernels(
     *,
     targets: Sequence[CpuTarget] | None = None,
     templates: Mapping[str, str] = CPU_TEMPLATES,
-    params: Mapping[VariantKey, Mapping[str, int]] | None = None,
+    params: ParamsOf = default_params,
     kernel_seconds: float = KERNEL_SECONDS,
 ) -> KernelBuild:
     """Compile what can be compiled; never raises for what cannot.
@@ -151,7 +168,7 @@ def build_kernels(
         variants: of the artifact's nodes; duplicates are built once.
         targets: default: the portable one, and this machine's own where it can do more.
         templates: operator -> ``module:attribute``.
-        params: tuning parameters of some variants; the others take their template's defaults.
+        params: tuning parameters of each variant on each target.
         kernel_seconds: time limit of one compilation.
     """
     unique = {variant_key(variant): variant for variant in variants}
@@ -168,11 +185,10 @@ def build_kernels(
         if refusal is not None:
             declined[key] = refusal
             continue
-        place, chosen = templates[variant.op_type], (params or {}).get(key, {})
-        for target in targets:
-            name = _object_key(variant, place, target, chosen)
-            jobs.append(_Job(variant, place, target, chosen, cache / f"{name}.o"))
-    declined |= _compile([job for job in jobs if not job.object.exists()], kernel_seconds)
+        place = templates[variant.op_type]
+        jobs += [_job(variant, place, t, params(variant, t), cache) for t in targets]
+    failed = _compile([job for job in jobs if not job.object.exists()], kernel_seconds)
+    declined |= {job.key: failed[job.object] for job in jobs if job.object in failed}
     good = [job for job in jobs if job.key not in declined]
     if not good:
         return KernelBuild(declined=declined)
@@ -185,6 +201,50 @@ def build_kernels(
         refusal = Rejection(f"the kernel library could not be linked: {error}")
         return KernelBuild(declined=declined | {job.key: refusal for job in good})
     return KernelBuild(libraries, {job.key: job.template for job in good}, declined)
+
+
+def build_candidates(
+    variant: OperatorVariant,
+    target: CpuTarget,
+    params: Sequence[Mapping[str, int]],
+    *,
+    templates: Mapping[str, str] = CPU_TEMPLATES,
+    hosted: bool = True,
+    kernel_seconds: float = KERNEL_SECONDS,
+    seconds: float = float("inf"),
+) -> list[Candidate | Rejection]:
+    """Compile one variant with several tuning parameters, each into a library of its own.
+
+    Args:
+        variant: one that its template supports.
+        target: to compile for.
+        params: of each candidate.
+        templates: operator -> ``module:attribute``.
+        hosted: whether the libraries are for ONNX Runtime; else the bare kernels, for a TVM
+            runtime elsewhere.
+        kernel_seconds: time limit of one compilation.
+        seconds: time limit of all compilations; what is not done by then is rejected.
+
+    Returns:
+        For each of ``params`` the candidate, or why there is none.
+    """
+    missing = missing_tools()
+    if missing is not None:
+        return [missing] * len(params)
+    cache, place = cache_folder(), templates[variant.op_type]
+    jobs = [_job(variant, place, target, each, cache) for each in params]
+    wanted = {job.object: job for job in jobs if not job.object.exists()}
+    failed = _compile(list(wanted.values()), kernel_seconds, time.monotonic() + seconds)
+    found: list[Candidate | Rejection] = []
+    for job in jobs:
+        if job.object in failed:
+            found.append(failed[job.object])
+            continue
+        try:
+            found.append(Candidate(_link([job], target, cache) if hosted else _link_bare(job)))
+        except _LinkError as error:
+            found.append(Rejection(f"the kernel library could not be linked: {error}"))
+    return found
 
 
 def missing_tools() -> Rejection | None:
@@ -231,14 +291,25 @@ def cache_folder(name: str = "kernels") -> Path:
         return Path(tempfile.mkdtemp(prefix="subquad-kernels-"))
 
 
-def _fields(variant: OperatorVariant) -> dict[str, Any]:
+def fields_of(variant: OperatorVariant) -> dict[str, Any]:
     # Variants are dataclasses by contract, which a Protocol cannot say.
     return asdict(variant)  # type: ignore[call-overload, no-any-return]
 
 
-def _class_name(variant: OperatorVariant) -> str:
+def class_name(variant: OperatorVariant) -> str:
     """``module:class``, by which the child process makes the variant again."""
     return f"{type(variant).__module__}:{type(variant).__qualname__}"
+
+
+def _job(
+    variant: OperatorVariant,
+    template: str,
+    target: CpuTarget,
+    params: Mapping[str, int],
+    cache: Path,
+) -> _Job:
+    name = _object_key(variant, template, target, params)
+    return _Job(variant, template, target, params, cache / f"{name}.o")
 
 
 def _object_key(
@@ -246,8 +317,8 @@ def _object_key(
 ) -> str:
     """Hash of all that a kernel object depends on."""
     facts = {
-        "variant": _class_name(variant),
-        "fields": _fields(variant),
+        "variant": class_name(variant),
+        "fields": fields_of(variant),
         "symbol": kernel_symbol(variant),
         "template": template,
         "sources": _source_hash(template),
@@ -256,6 +327,25 @@ def _object_key(
         "tvm": {package: version(package) for package in TVM_SERIES},
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def installed_version(package: str) -> str:
+    """Version of ``package``; "" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def template_version(template: str) -> str:
+    """Hash of what decides how fast the kernels of a template are: for ours, its operator's
+    folder and ``kernels/templates``; for others as ``_source_hash``."""
+    spec = find_spec(template.partition(":")[0])
+    assert spec is not None and spec.origin is not None, "checked by load_template"
+    own, kernels = Path(spec.origin), _HERE.parent
+    if not own.is_relative_to(kernels):
+        return _source_hash(template)[:16]
+    return _hash_files([*own.parent.glob("*.py"), *(kernels / "templates").glob("*.py")])[:16]
 
 
 def _source_hash(template: str) -> str:
@@ -269,31 +359,43 @@ def _source_hash(template: str) -> str:
     assert spec is not None and spec.origin is not None, "checked by load_template"
     own, kernels = Path(spec.origin), _HERE.parent
     if own.is_relative_to(kernels):
-        files = sorted(kernels.rglob("*.py"))
-    else:
-        files = sorted(own.parent.rglob("*.py")) if "." in module else [own]
+        # What searches for parameters is no part of what they are put into.
+        tuning = kernels / "tuning"
+        return _hash_files([p for p in kernels.rglob("*.py") if not p.is_relative_to(tuning)])
+    return _hash_files(own.parent.rglob("*.py") if "." in module else [own])
+
+
+def _hash_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in files:
+    for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def _compile(jobs: Sequence[_Job], kernel_seconds: float) -> dict[VariantKey, Rejection]:
-    """Make the objects of ``jobs``; returns what failed."""
-    failed: dict[VariantKey, Rejection] = {}
+def _compile(
+    jobs: Sequence[_Job], kernel_seconds: float, deadline: float = float("inf")
+) -> dict[Path, Rejection]:
+    """Make the objects of ``jobs``; returns those that failed, by object.
+
+    Nothing goes on after ``deadline``, in the time of ``time.monotonic``.
+    """
+    failed: dict[Path, Rejection] = {}
     left = list(jobs)
     while left:
-        child = _run_child(left, kernel_seconds)
+        if time.monotonic() >= deadline:
+            failed |= {job.object: _refusal(job, "no time was left") for job in left}
+            break
+        child = _run_child(left, kernel_seconds, deadline)
         undone = []
         for job, error in zip(left, child.errors, strict=True):
             if error is not None:
-                failed[job.key] = _refusal(job, error)
+                failed[job.object] = _refusal(job, error)
             elif not job.object.exists():
                 undone.append(job)
         # The child did one after the other, so the first that it left undone ended it; if it did
         # not even come to the first, the others would fare no better.
         culprits = undone[:1] if child.started else undone
-        failed |= {job.key: _refusal(job, child.end) for job in culprits}
+        failed |= {job.object: _refusal(job, child.end) for job in culprits}
         left = undone[len(culprits) :]
     return failed
 
@@ -302,7 +404,7 @@ def _refusal(job: _Job, reason: str) -> Rejection:
     return Rejection(f"the kernel for {job.target.name} was not compiled: {reason}")
 
 
-def _run_child(jobs: Sequence[_Job], kernel_seconds: float) -> _Child:
+def _run_child(jobs: Sequence[_Job], kernel_seconds: float, deadline: float) -> _Child:
     """One child process over ``jobs``."""
     with tempfile.TemporaryDirectory(prefix="subquad-kernels-") as folder:
         task = Path(folder, "task.json")
@@ -323,7 +425,7 @@ def _run_child(jobs: Sequence[_Job], kernel_seconds: float) -> _Child:
             )
             try:
                 objects = [job.object for job in jobs]
-                in_time = _wait(child, objects + errors, kernel_seconds)
+                in_time = _wait(child, objects + errors, kernel_seconds, deadline)
             finally:
                 if child.poll() is None:
                     child.kill()
@@ -333,22 +435,34 @@ def _run_child(jobs: Sequence[_Job], kernel_seconds: float) -> _Child:
         return _Child(
             started.exists(),
             [path.read_text("utf-8") if path.exists() else None for path in errors],
-            end if in_time else f"it took more than {kernel_seconds:g} s",
+            end if in_time else _too_long(kernel_seconds, deadline),
         )
 
 
-def _wait(child: subprocess.Popen[bytes], results: Sequence[Path], kernel_seconds: float) -> bool:
-    """Wait while the child leaves results; false if none came for so long."""
+def _wait(
+    child: subprocess.Popen[bytes],
+    results: Sequence[Path],
+    kernel_seconds: float,
+    deadline: float,
+) -> bool:
+    """Wait while the child leaves results; false if none came for so long, or time is up."""
     finished = 0
     while True:
+        left = deadline - time.monotonic()
         try:
-            child.wait(kernel_seconds)
+            child.wait(max(0.0, min(kernel_seconds, left)))
             return True
         except subprocess.TimeoutExpired:
             now = sum(path.exists() for path in results)
-            if now == finished:
+            if now == finished or left < kernel_seconds:
                 return False
             finished = now
+
+
+def _too_long(kernel_seconds: float, deadline: float) -> str:
+    if time.monotonic() >= deadline:
+        return "no time was left"
+    return f"it took more than {kernel_seconds:g} s"
 
 
 def _ending(code: int, output: str) -> str:
@@ -392,6 +506,19 @@ def _link(jobs: Sequence[_Job], target: CpuTarget, cache: Path) -> Path:
         _run(command, folder)
         temporary = cache / f"{library.stem}.{os.getpid()}.part"
         shutil.copyfile(folder / LIBRARY_NAME, temporary)
+        os.replace(temporary, library)
+    return library
+
+
+def _link_bare(job: _Job) -> Path:
+    """A library of the kernel alone; what it calls is for the TVM runtime that loads it."""
+    program = compiler()
+    assert program is not None, "checked by missing_tools"
+    library = job.object.with_suffix(".so")
+    if not library.exists():
+        temporary = library.with_name(f"{library.stem}.{os.getpid()}.part")
+        flags = ["-shared", "-s", "-Wl,--build-id=none"]
+        _run([program, *flags, str(job.object), "-lm", "-o", str(temporary)], job.object.parent)
         os.replace(temporary, library)
     return library
 

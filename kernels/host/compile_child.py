@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,9 @@ def main() -> None:
 def _compile(kernel: dict[str, Any]) -> None:
     import tvm
 
-    fields = {name: _hashable(value) for name, value in kernel["fields"].items()}
-    variant: OperatorVariant = _named(kernel["variant"])(**fields)
-    template: KernelTemplate = _named(kernel["template"])
-    target = CpuTarget(**{k: _hashable(v) for k, v in kernel["target"].items()})
+    variant = make_variant(kernel["variant"], kernel["fields"])
+    template: KernelTemplate = load_named(kernel["template"])
+    target = make_target(kernel["target"])
     final = Path(kernel["object"])
     try:
         function = template.build(variant, target, kernel["params"])
@@ -54,7 +54,23 @@ def _compile(kernel: dict[str, Any]) -> None:
         Path(kernel["error"]).write_text(reason, "utf-8")
 
 
-def _named(place: str) -> Any:
+def make_variant(place: str, fields: Mapping[str, Any]) -> OperatorVariant:
+    """The variant of class ``module:class`` with fields that went through JSON."""
+    variant: OperatorVariant = load_named(place)(**make_fields(fields))
+    return variant
+
+
+def make_target(fields: Mapping[str, Any]) -> CpuTarget:
+    """The target with fields that went through JSON."""
+    return CpuTarget(**make_fields(fields))
+
+
+def make_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a variant that went through JSON, as they were."""
+    return {name: _hashable(value) for name, value in fields.items()}
+
+
+def load_named(place: str) -> Any:
     """What ``module:attribute`` names."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

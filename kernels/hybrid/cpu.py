@@ -15,7 +15,12 @@ from subquad.kernels.hybrid.feature_maps import NONE
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
-from subquad.kernels.templates.parameters import CPU_FEATURE_MAPS, HybridParameters
+from subquad.kernels.templates.parameters import (
+    CPU_FEATURE_MAPS,
+    HybridParameters,
+    TileParameters,
+)
+from subquad.kernels.templates.space import Space
 from subquad.runtime.errors import Rejection
 
 if TYPE_CHECKING:
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HybridCpuTemplate:
-    """See ``KernelTemplate``."""
+    """See ``TunableTemplate``."""
 
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, HybridVariant):
@@ -44,6 +49,19 @@ class HybridCpuTemplate:
                 "it needs allowed_right = 0 or no window"
             )
         return None
+
+    def space(self, variant: OperatorVariant, target: CpuTarget) -> Space:
+        assert isinstance(variant, HybridVariant)
+        names = set(HybridParameters.CHOICES)
+        if variant.feature_map == NONE:
+            names = set(TileParameters.CHOICES)
+        else:
+            # Panels follow from the chunk; without exact keys there are no blocks of them.
+            names.discard("panels")
+            if not variant.has_window and not variant.sinks:
+                names.discard("keys")
+        ordered = [name for name in HybridParameters.CHOICES if name in names]
+        return HybridParameters.space(target, ordered)
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
         from subquad.kernels.templates.dense import emit_exact

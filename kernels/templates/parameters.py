@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import ClassVar, Self
+
+from subquad.kernels.kernel import CpuTarget
+from subquad.kernels.templates.space import Params, Space
 
 CPU_FEATURE_MAPS = ("elu",)
 """Feature maps that the linear template can compute; their code is in ``linear.py``."""
@@ -44,6 +47,52 @@ class TileParameters:
                 "tile that large is spilled"
             )
 
+    CHOICES: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "lanes": (8, 16),
+        "vectors": (1, 2, 3, 4),
+        "rows": (2, 3, 4, 5, 6, 7, 8, 10, 12),
+        "panels": (1, 2, 4, 6, 8, 12, 16),
+        "keys": (32, 48, 64, 96, 128, 192, 256),
+        "unroll": (1, 2, 4, 8),
+    }
+    """What tuning tries."""
+
+    @classmethod
+    def space(cls, target: CpuTarget, names: Iterable[str] | None = None) -> Space:
+        """What tuning searches on ``target``.
+
+        Args:
+            target: its registers bound the register tiles.
+            names: parameters that matter to the kernel; the others keep their defaults.
+        """
+        names = tuple(cls.CHOICES if names is None else names)
+        defaults = {name: getattr(cls(), name) for name in names}
+        return Space(
+            {name: cls.CHOICES[name] for name in names},
+            defaults,
+            lambda params: cls._worth_trying(target, params),
+        )
+
+    @classmethod
+    def _worth_trying(cls, target: CpuTarget, params: Params) -> bool:
+        """Valid, no more lanes than a register has, and a register tile that is not spilled."""
+        try:
+            sizes = cls().override(params)
+        except ValueError:
+            return False
+        wide = "avx512f" in target.flags
+        registers = 32 if wide else 16
+        if sizes.lanes > (16 if wide else 8):
+            return False
+        # Accumulators and a row of operands; whether a scalar still fits is for timing to say.
+        return all(
+            rows * vectors + vectors <= registers for rows, vectors in sizes._register_tiles()
+        )
+
+    def _register_tiles(self) -> tuple[tuple[int, int], ...]:
+        """Rows and vectors of each."""
+        return ((self.rows, self.vectors),)
+
     def override(self, params: Mapping[str, int]) -> Self:
         """These parameters with some replaced.
 
@@ -73,3 +122,14 @@ class HybridParameters(TileParameters):
     state_vectors: int = 2
     state_rows: int = 6
     min_tasks: int = 8
+
+    CHOICES: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        **TileParameters.CHOICES,
+        "chunk": (16, 32, 48, 64, 96, 128),
+        "state_vectors": (1, 2, 3, 4),
+        "state_rows": (2, 3, 4, 5, 6, 7, 8, 10, 12),
+        "min_tasks": (1, 2, 4, 8, 16),
+    }
+
+    def _register_tiles(self) -> tuple[tuple[int, int], ...]:
+        return ((self.rows, self.vectors), (self.state_rows, self.state_vectors))

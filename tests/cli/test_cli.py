@@ -17,6 +17,7 @@ from click.testing import Result
 import subquad
 import tiny_artifact
 from subquad import cli as cli_module
+from subquad.kernels.tuning.choose import TuningOptions
 from subquad.runtime import errors
 from tiny_artifact import Tiny, feeds, save_npz
 
@@ -75,7 +76,9 @@ def test_version(run: Run) -> None:
     assert run("--version").stdout.split() == ["subquad,", "version", subquad.__version__]
 
 
-@pytest.mark.parametrize("command", ["inspect", "convert", "validate", "bench", "run", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["inspect", "convert", "validate", "bench", "run", "doctor", "tune"]
+)
 def test_every_command_has_help_with_an_example(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -136,6 +139,7 @@ def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
         *("convert", "m.onnx", "out", "--force", "window:8@0-3", "--force", "elu@4"),
         *("--overwrite", "--require-sites", "all", "--allow-declined", "--strict-causal"),
         *("--kernels", "cpu", "--require-kernels", "--seed", "3", "--json"),
+        *("--no-tuning", "--tuning-records", "r.jsonl", "--tuning-length", "512"),
     )
     assert result.exit_code == 0, result.stderr
     (call,) = pipeline.calls
@@ -151,6 +155,7 @@ def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
         "strict_causal": True,
         "kernels": "cpu",
         "require_kernels": True,
+        "tuning": TuningOptions(False, (Path("r.jsonl"),), 512),
         "seed": 3,
     }
     # JSON alone on stdout, whatever libraries print

@@ -80,7 +80,7 @@ def test_what_matters_is_part_of_the_key(no_child: None) -> None:
 
     assert not builds()
     assert builds(targets=[X86_64_V4])
-    assert builds(params={variant_key(PLAIN): {"tile": 8}})
+    assert builds(params=lambda variant, target: {"tile": 8})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "version", lambda package: version(package) + ".dev1")
         assert builds()

@@ -1,0 +1,1 @@
+"""Search for the tuning parameters of kernels, and the records of what was found."""
