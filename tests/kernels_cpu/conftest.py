@@ -58,8 +58,8 @@ def _outputs(variant: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[A
 
     def size_of(dim: Any) -> int:
         if isinstance(dim, Blocks):
-            return -(-sizes[dim.dim] // dim.size)
-        return dim if isinstance(dim, int) else sizes[dim]
+            return -(-int(sizes[dim.dim]) // dim.size)
+        return dim if isinstance(dim, int) else int(sizes[dim])
 
     outputs = []
     for spec in variant.outputs:
