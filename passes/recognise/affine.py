@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 Number: TypeAlias = int | float
+_MAX_TERMS = 64
 
 
 class OpaqueError(Exception):
@@ -20,12 +22,13 @@ class OpaqueError(Exception):
 class Symbol:
     """An index in ``[0, extent)`` or, without an extent, the size of a dimension (``>= 1``).
 
-    ``factors`` are the names of the dimensions of which this one is the product, if it is.
+    ``factors`` are the symbols of which this one is the product, if it is: dimensions, and at most
+    one index.
     """
 
     name: str
     extent: Affine | None = None
-    factors: tuple[str, ...] = ()
+    factors: tuple[Symbol, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -35,14 +38,16 @@ class Symbol:
         return self.name, self.extent is None, str(self.extent)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.factors or (self.name,)
+    def parts(self) -> tuple[Symbol, ...]:
+        return self.factors or (self,)
+
+    @property
+    def is_index(self) -> bool:
+        return any(part.extent is not None for part in self.parts)
 
     def size(self, sizes: Mapping[Symbol, int]) -> int:
         """The number it stands for, given those of dimensions and indices."""
-        if self.factors:
-            return math.prod(sizes[Symbol(name)] for name in self.factors)
-        return sizes[self]
+        return math.prod(sizes[part] for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,7 @@ class Affine:
     @property
     def symbols(self) -> tuple[Symbol, ...]:
         """Indices and dimensions it is made of; products are taken apart."""
-        return tuple(
-            part
-            for symbol, _ in self.terms
-            for part in (map(Symbol, symbol.factors) if symbol.factors else (symbol,))
-        )
+        return tuple(part for symbol, _ in self.terms for part in symbol.parts)
 
     def value(self, sizes: Mapping[Symbol, int]) -> Number:
         """The number it stands for under sizes (and indices) of all its symbols."""
@@ -113,22 +114,54 @@ def dimension(name: str) -> Affine:
 
 
 def product(left: Affine, right: Affine) -> Affine | None:
-    """The product of two dimensions as a dimension of its own; None for anything else."""
+    """The product of two terms; None where two indices meet, or the product is too large."""
     if left.is_constant or right.is_constant:
         factor, other = (left, right) if left.is_constant else (right, left)
         return other.scaled(factor.constant)
-    if any(len(a.terms) != 1 or a.constant or a.terms[0][0].extent for a in (left, right)):
+    if len(left.terms) * len(right.terms) > _MAX_TERMS:
         return None
-    (a, by), (b, times) = left.terms[0], right.terms[0]
-    return monomial((*a.names, *b.names), by * times)
+    total = left.scaled(right.constant) + right.scaled(left.constant)
+    total = total - constant(left.constant * right.constant)
+    for a, by in left.terms:
+        for b, times in right.terms:
+            if a.is_index and b.is_index:
+                return None
+            total = total + monomial((*a.parts, *b.parts), by * times)
+    return total
 
 
-def monomial(names: Sequence[str], coefficient: Number) -> Affine:
-    if not names:
+def monomial(parts: Sequence[Symbol], coefficient: Number) -> Affine:
+    """A multiple of the product of dimensions and at most one index."""
+    if not parts:
         return constant(coefficient)
-    names = tuple(sorted(names))
-    symbol = Symbol("*".join(names), factors=names if len(names) > 1 else ())
-    return Affine(((symbol, coefficient),))
+    if len(parts) == 1:
+        return Affine(((parts[0], coefficient),))
+    parts = tuple(sorted(parts, key=lambda symbol: symbol.order))
+    name = "*".join(part.name for part in parts)
+    return Affine(((Symbol(name, factors=parts), coefficient),))
+
+
+def divided(flat: Affine, size: Affine) -> tuple[Affine, Affine] | None:
+    """Quotient and remainder by a positive size, where both stay affine for every index."""
+    if len(size.terms) > 1 or (size.terms and size.constant):
+        return None
+    (divisor, number), *_ = size.terms or ((Symbol(""), size.constant),)
+    divisor_parts = Counter(divisor.parts if size.terms else ())
+    whole, rest = ZERO, constant(flat.constant)
+    if size.is_constant:
+        quotient, remainder = divmod(int(flat.constant), int(number))
+        whole, rest = constant(quotient), constant(remainder)
+    for symbol, coefficient in flat.terms:
+        left = Counter(symbol.parts)
+        left.subtract(divisor_parts)
+        if min(left.values()) < 0 or coefficient % number:
+            rest = rest + Affine(((symbol, coefficient),))
+        else:
+            whole = whole + monomial(tuple(left.elements()), int(coefficient) // int(number))
+    low, room = minimum(rest), minimum(size - ONE - rest)
+    if low is None or low < 0 or room is None or room < 0:
+        return None
+    return whole, rest
 
 
 def position(name: str, extent: Affine) -> Affine:
@@ -140,11 +173,23 @@ def minimum(affine: Affine) -> Number | None:
     """A proved lower bound of an affine term, or None."""
     total = constant(affine.constant)
     for symbol, coefficient in affine.terms:
-        if symbol.extent is None:
+        if not symbol.is_index:
             total = total + Affine(((symbol, coefficient),))
         elif coefficient < 0:
-            total = total + (symbol.extent - ONE).scaled(coefficient)
+            largest = _largest(symbol)
+            if largest is None:
+                return None
+            total = total + largest.scaled(coefficient)
     if any(coefficient < 0 for _, coefficient in total.terms):
         return None
     # Dimensions are 1 at least.
     return total.constant + sum(coefficient for _, coefficient in total.terms)
+
+
+def _largest(symbol: Symbol) -> Affine | None:
+    """The largest value of an index, or of its product with dimensions."""
+    result: Affine | None = ONE
+    for part in symbol.parts:
+        factor = Affine(((part, 1),)) if part.extent is None else part.extent - ONE
+        result = None if result is None else product(result, factor)
+    return result

@@ -13,7 +13,6 @@ for every position are decided, so what is left is what a reader wants to see.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -29,8 +28,8 @@ from subquad.passes.recognise.affine import (
     OpaqueError,
     Symbol,
     constant,
+    divided,
     minimum,
-    monomial,
     product,
 )
 
@@ -412,15 +411,8 @@ def _divided_by_dimension(affine: Affine, by: Affine) -> Affine | None:
     """``batch * length / batch``: every term holds the divisor."""
     if len(by.terms) != 1 or by.constant or affine.constant:
         return None
-    divisor, number = by.terms[0]
-    total = Affine()
-    for symbol, coefficient in affine.terms:
-        left = Counter(symbol.names)
-        left.subtract(divisor.names)
-        if symbol.extent or divisor.extent or min(left.values()) < 0 or coefficient % number:
-            return None
-        total = total + monomial(tuple(left.elements()), int(coefficient) // int(number))
-    return total
+    result = divided(affine, by)
+    return result[0] if result is not None and result[1] == ZERO else None
 
 
 # --- reading terms -------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from subquad.passes.recognise.affine import (
     Affine,
     OpaqueError,
     constant,
-    dimension,
-    minimum,
+    divided,
     product,
 )
 from subquad.passes.recognise.arithmetic import Handler, Inputs, int_attribute, need, optional
@@ -144,7 +143,10 @@ def _reshape(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
                 if axis >= len(data.shape):
                     raise OpaqueError(f"Reshape {show(data.shape)} -> {show(target)}")
                 target[axis] = data.shape[axis]
-    shape = _resolved(data.shape, target)
+    return _reshaped(data, _resolved(data.shape, target))
+
+
+def _reshaped(data: SymbolicTensor, shape: Shape) -> SymbolicTensor:
     groups = _groups(data.shape, shape)
     if groups is None:
         text = f"Reshape {show(data.shape)} -> {show(shape)} that mixes axes"
@@ -189,7 +191,7 @@ def _factors(dim: Affine) -> tuple[tuple[Affine, ...], int]:
         return (), int(dim.constant)
     if len(dim.terms) == 1 and dim.constant == 0:
         (symbol, coefficient), *_ = dim.terms
-        return tuple(map(dimension, symbol.names)), int(coefficient)
+        return tuple(Affine(((part, 1),)) for part in symbol.parts), int(coefficient)
     return (dim,), 1
 
 
@@ -260,22 +262,32 @@ def _regroup(
         return
     flat = as_affine(index[to_axes[0]])
     for axis in to_axes[1:]:
-        flat = flat.scaled(as_int(target[axis])) + as_affine(index[axis])
+        scaled = product(flat, target[axis])
+        if scaled is None:
+            raise OpaqueError(f"Reshape that multiplies index {flat} by {target[axis]}")
+        flat = scaled + as_affine(index[axis])
     for axis in reversed(from_axes[1:]):
-        flat, inner = _divided(flat, as_int(source[axis]))
-        result[axis] = inner
+        parts = divided(flat, source[axis])
+        if parts is None:
+            raise OpaqueError(f"Reshape that cuts index {flat} into blocks of {source[axis]}")
+        flat, result[axis] = parts
     result[from_axes[0]] = flat
 
 
-def _divided(flat: Affine, size: int) -> tuple[Affine, Affine]:
-    """Quotient and remainder of an index by a fixed size, where both stay affine."""
-    quotient, remainder = divmod(int(flat.constant), size)
-    outer = Affine(tuple((s, int(c) // size) for s, c in flat.terms if c % size == 0), quotient)
-    inner = Affine(tuple((s, c) for s, c in flat.terms if c % size), remainder)
-    low, room = minimum(inner), minimum(constant(size - 1) - inner)
-    if low is None or low < 0 or room is None or room < 0:
-        raise OpaqueError(f"Reshape that cuts index {flat} into blocks of {size}")
-    return outer, inner
+@_handles("Flatten")
+def _flatten(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
+    data = need(inputs, 0)
+    axis = int_attribute(node, "axis", 1)
+    axis += len(data.shape) if axis < 0 else 0
+    sides: list[Affine] = []
+    for dims in (data.shape[:axis], data.shape[axis:]):
+        size: Affine | None = ONE
+        for dim in dims:
+            size = None if size is None else product(size, dim)
+        if size is None:
+            raise OpaqueError(f"Flatten of {show(data.shape)}")
+        sides.append(size)
+    return _reshaped(data, tuple(sides))
 
 
 # --- Concat, Split, Slice ------------------------------------------------------------------

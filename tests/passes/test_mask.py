@@ -66,6 +66,16 @@ def real_rows(g: Graph, n: Lengths) -> str:
     return g("And", real(g, n), g("Unsqueeze", row, [1]))
 
 
+def flattened(g: Graph, n: Lengths) -> str:
+    """TorchScript reads ``mask[b, j]`` as row ``b * length + j`` of a flat view."""
+    flat = g("Flatten", g("Cast", n.padding, to=BOOL), axis=2)
+    rows = g("Unsqueeze", g.arange(n.batch), [1, 2, 3])
+    columns = g("Unsqueeze", g.arange(n.kv_len), [0, 1, 2])
+    at = g("Add", columns, g("Mul", rows, n.kv_len))
+    picked = g("Reshape", g("Gather", flat, at, axis=0), [-1])
+    return g("Reshape", picked, g("Shape", at))
+
+
 def causal_real(g: Graph, n: Lengths) -> str:
     return g("And", causal(g, n), real(g, n))
 
@@ -190,6 +200,7 @@ ACCEPTED: list[tuple[MaskBuilder, Kind, str]] = [
     (rank_one, "visible", "full"),
     (real, "visible", "full, key padding"),
     (real_rows, "bool", "full, key padding"),
+    (flattened, "visible", "full, key padding"),
     (causal, "visible", "causal"),
     (causal, "bool", "causal"),
     (causal_at_end, "visible", "causal"),
