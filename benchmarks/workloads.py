@@ -155,6 +155,8 @@ WINDOW = HybridVariant(*SIZES, 255, 0, 4, allowed_right=0)
 ELU = HybridVariant(*SIZES, allowed_right=0, feature_map="elu")
 SPARSE = BlockSparseVariant(*SIZES, block=64, window_right=0)
 HYBRID_ELU = HybridVariant(*SIZES, 63, 0, 4, allowed_right=0, feature_map="elu")
+HEDGEHOG_ONLY = HybridVariant(*SIZES, allowed_right=0, feature_map="hedgehog", map_dim=64)
+HYBRID_HEDGEHOG = HybridVariant(*SIZES, 63, 0, allowed_right=0, feature_map="hedgehog", map_dim=64)
 
 STEP = HybridDecodeVariant(*SIZES, window_left=63, sinks=4, feature_map="elu")
 
@@ -237,6 +239,16 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     block_sparse(10),
     block_sparse(30),
+    Workload(
+        "linear_hedgehog",
+        (*ours(HEDGEHOG_ONLY), Entry(TORCH_DENSE, "torch SDPA", CAUSAL)),
+        linear_flops(HEDGEHOG_ONLY, 128, 64 * 64),
+    ),
+    Workload(
+        "hybrid_hedgehog",
+        (*ours(HYBRID_HEDGEHOG), Entry(TORCH_DENSE, "torch SDPA", CAUSAL)),
+        hybrid_flops(HYBRID_HEDGEHOG, 128, 64, 64 * 64),
+    ),
     Workload(
         "decode_dense",
         ours(GROUPED) + rivals(GROUPED, "torch SDPA"),

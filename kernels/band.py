@@ -28,6 +28,9 @@ MASKED = -1e30
 row without a visible key yields numbers (which are then set to zero) instead of NaN."""
 
 
+_END = np.iinfo(np.int64).max
+
+
 @dataclass(frozen=True)
 class Band:
     """Static description of the exact key set.
@@ -86,10 +89,13 @@ class VirtualKey:
     Attributes:
         score: ``[batch, num_heads, query_len, 1]``, finite.
         value: ``[batch, num_heads, query_len, value_dim]``; ``None``: zeros.
+        from_maximum: the score counts from the maximum of the row's exact scores (from 0 where
+            there are none).
     """
 
     score: ir.Value
     value: ir.Value | None
+    from_maximum: bool = False
 
 
 def banded_attention(
@@ -130,6 +136,12 @@ def banded_attention(
         scores = body("Add", scores, tiles.bias)
     else:
         scores = body("Add", scores, body("Squeeze", tiles.bias, 3))
+    if virtual is not None and virtual.from_maximum:
+        exact, score = body.slice(scores, 0, -1, -1), body.slice(scores, -1, _END, -1)
+        maximum = body("ReduceMax", exact, [-1], keepdims=1)
+        # Rows without exact keys have a maximum near MASKED.
+        seen = body("Where", body("Greater", maximum, MASKED / 2), maximum, 0.0)
+        scores = body("Concat", exact, body("Add", score, seen), axis=-1)
     weights = body("Softmax", scores, axis=-1)
     folded = weights
     if grouped:
@@ -140,7 +152,7 @@ def banded_attention(
     merged = merge_queries(body, output, heads, query_len)
     if virtual is None or virtual.value is None:
         return merged
-    share = body.slice(weights, -1, np.iinfo(np.int64).max, -1)
+    share = body.slice(weights, -1, _END, -1)
     share = merge_queries(body, body("Reshape", share, unfolded), heads, query_len)
     return body("Add", merged, body("Mul", share, virtual.value))
 

@@ -74,10 +74,24 @@ def _decode_state(
     return made
 
 
+def _hybrid(
+    variant: OperatorVariant, sizes: Sizes, rng: np.random.Generator
+) -> Mapping[str, NDArray[Any]]:
+    """Decay is at most 0, gains are positive."""
+    signs = {"log_decay": np.float32(-0.02), "window_gain": np.float32(0.1)}
+    made = {}
+    for spec in variant.inputs:
+        if spec is not None and spec.name in signs:
+            shape = [sizes.of(dim) for dim in spec.dims]
+            made[spec.name] = signs[spec.name] * rng.uniform(0.5, 1.5, shape).astype(np.float32)
+    return made
+
+
 MAKERS: Mapping[str, Maker] = {
     "BlockSelect": _thresholds,
     "BlockSparseAttention": example_lists,
     "HybridDecode": _decode_state,
+    "HybridAttention": _hybrid,
 }
 """Operator -> the inputs of its own that random numbers cannot stand for."""
 

@@ -57,13 +57,13 @@ class AttentionCpuTemplate:
         exact_set = ExactSet(window=band, sinks=0, allowed=band)
 
         def body(buffers: Buffers) -> None:
-            shared = (exact_set, variant.scale, variant.softcap, terms)
+            shared = (variant.scale, variant.softcap, terms)
             keys = list_keys(buffers)
             with T.If(buffers.query.shape[2] * heads.group <= FEW_ROWS):
                 with T.Then():
-                    emit_split(buffers, keys, heads, narrow_tile(tile), *shared)
+                    emit_split(buffers, keys, heads, narrow_tile(tile), exact_set, *shared)
                 with T.Else():
-                    emit_exact(buffers, keys, heads, tile, *shared)
+                    emit_exact(buffers, keys, heads, tile, [exact_set], *shared)
 
         return attention_function(variant, body)
 

@@ -1,18 +1,17 @@
 """CPU kernel of ``ai.subquad::HybridAttention``.
 
-Without a linear part it is the exact tile loop over window and sinks. With one, chunks of queries
-run in order beside a state; see ``kernels/templates/linear.py`` and ``hybrid.py``.
+Heads without a linear part are the exact tile loop over window and sinks. With one, chunks of
+queries run in order beside a state; see ``kernels/templates/linear.py`` and ``hybrid.py``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from subquad.kernels.hybrid.feature_maps import NONE
-from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.hybrid.semantics import HeadPart, HybridVariant
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.parameters import (
@@ -26,7 +25,8 @@ from subquad.runtime.errors import Rejection
 if TYPE_CHECKING:
     from subquad.kernels.templates.dense import ExactSet
     from subquad.kernels.templates.hybrid import LinearPart
-    from subquad.kernels.templates.rows import Buffers
+    from subquad.kernels.templates.linear import Side
+    from subquad.kernels.templates.rows import Buffers, HeadSubset
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,6 @@ class HybridCpuTemplate:
             known = ", ".join(CPU_FEATURE_MAPS)
             return Rejection(
                 f"the CPU kernel has no feature map {variant.feature_map!r}; it has: {known}"
-            )
-        if variant.has_window and not variant.is_causal:
-            return Rejection(
-                "the CPU kernel has no linear part on both sides of a window; "
-                "it needs allowed_right = 0 or no window"
             )
         return None
 
@@ -64,69 +59,130 @@ class HybridCpuTemplate:
         return HybridParameters.space(target, ordered)
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
-        from subquad.kernels.templates.dense import emit_exact
-        from subquad.kernels.templates.exact import exact_tile
         from subquad.kernels.templates.function import attention_function
-        from subquad.kernels.templates.hybrid import emit_hybrid
-        from subquad.kernels.templates.rows import list_keys
 
         assert isinstance(variant, HybridVariant)
-        heads = variant.heads
         parameters = HybridParameters().override(params)
-        exact_set = _exact_set(variant)
 
         def body(buffers: Buffers) -> None:
-            if variant.feature_map == NONE:
-                assert exact_set is not None
-                keys, tile = list_keys(buffers), exact_tile(parameters)
-                emit_exact(buffers, keys, heads, tile, exact_set, variant.scale)
-                return
-            part = _linear_part(variant, parameters)
-            exact = None
-            if exact_set is not None:
-                exact = replace(exact_tile(parameters), panels=part.tile.panels), exact_set
-            emit_hybrid(buffers, heads, part, exact, variant.scale)
+            for loop in _loops(variant):
+                _emit(loop, variant, parameters, buffers)
 
         return attention_function(variant, body)
 
 
-def _exact_set(variant: HybridVariant) -> ExactSet | None:
+@dataclass(frozen=True)
+class _Loop:
+    """Heads that run in one parallel loop, because they have a linear part or have none.
+
+    Attributes:
+        parts: what each of the subset's parts does.
+    """
+
+    subset: HeadSubset
+    parts: tuple[HeadPart, ...]
+
+    @property
+    def is_linear(self) -> bool:
+        return bool(self.parts[0].linear)
+
+
+def _loops(variant: HybridVariant) -> list[_Loop]:
+    """Exact heads together, and linear heads that count the same keys.
+
+    The loop over exact heads cuts the queries of each into many tasks, so that a few dense heads
+    beside linear ones fill all threads.
+    """
+    members: dict[tuple[int, int], list[int]] = {}
+    for head, part in enumerate(variant.parts):
+        # A linear part counts all keys but the sinks.
+        members.setdefault((part.linear, part.sinks if part.linear else 0), []).append(head)
+    return [_loop(variant, heads) for _, heads in sorted(members.items())]
+
+
+def _loop(variant: HybridVariant, chosen: list[int]) -> _Loop:
+    """By whole key/value heads where their query heads do the same, else head by head."""
+    from subquad.kernels.templates.rows import HeadSubset
+
+    parts, group = variant.parts, variant.heads.group
+    firsts = tuple(head for head in chosen if head % group == 0)
+    whole = len(firsts) * group == len(chosen) and all(
+        parts[head + i] == parts[head] and head + i in chosen
+        for head in firsts
+        for i in range(group)
+    )
+    if whole:
+        subset = HeadSubset(firsts, tuple(head // group for head in firsts), group)
+    else:
+        subset = HeadSubset.singly(variant.heads, chosen)
+    return _Loop(subset, tuple(parts[head] for head in subset.first_heads))
+
+
+def _emit(
+    loop: _Loop, variant: HybridVariant, parameters: HybridParameters, buffers: Buffers
+) -> None:
+    from subquad.kernels.templates.dense import emit_exact
+    from subquad.kernels.templates.exact import exact_tile
+    from subquad.kernels.templates.hybrid import emit_hybrid
+    from subquad.kernels.templates.rows import list_keys
+
+    heads, tile, scale = variant.heads, exact_tile(parameters), variant.scale
+    sets = [_exact_set(variant, part) for part in loop.parts]
+    if not loop.is_linear:
+        emit_exact(buffers, list_keys(buffers), heads, tile, sets, scale, subset=loop.subset)
+        return
+    linear = _linear_part(variant, loop, parameters)
+    exact = None
+    if any(part.has_window or part.sinks for part in loop.parts):
+        exact = replace(tile, panels=linear.tile.panels), sets
+    emit_hybrid(buffers, heads, linear, exact, scale, loop.subset)
+
+
+def _exact_set(variant: HybridVariant, part: HeadPart) -> ExactSet:
     from subquad.kernels.templates.dense import Band, ExactSet
 
-    if not variant.has_window and not variant.sinks:
-        return None
-    window = Band(variant.window_left, variant.window_right) if variant.has_window else None
     allowed = Band(variant.allowed_left, variant.allowed_right)
-    return ExactSet(window, variant.sinks, allowed)
+    window = Band(part.window_left, part.window_right) if part.has_window else None
+    return ExactSet(allowed if part.is_dense else window, part.sinks, allowed)
 
 
-def _linear_part(variant: HybridVariant, parameters: HybridParameters) -> LinearPart:
+def _linear_part(variant: HybridVariant, loop: _Loop, parameters: HybridParameters) -> LinearPart:
+    from subquad.kernels.templates.feature_kernels import FEATURE_KERNELS
     from subquad.kernels.templates.hybrid import LinearPart
-    from subquad.kernels.templates.linear import FEATURE_KERNELS, LinearTile
-    from subquad.kernels.templates.products import Panel
+    from subquad.kernels.templates.linear import Features, LinearTile
+    from subquad.kernels.templates.products import Panel, padded
 
     panel = Panel(parameters.lanes, parameters.vectors)
-    group = variant.heads.group
-    # Chunks are whole panels for all query heads of a key/value head together.
-    step = panel.width // math.gcd(panel.width, group)
-    queries = -(-parameters.chunk // step) * step
     tile = LinearTile(
         panel=panel,
-        panels=queries * group // panel.width,
-        queries=queries,
+        queries=padded(parameters.chunk, panel.width),
+        group=loop.subset.group,
         rows=parameters.rows,
         state=Panel(parameters.lanes, parameters.state_vectors),
         state_rows=parameters.state_rows,
         unroll=parameters.unroll,
     )
+    kernel = FEATURE_KERNELS[variant.feature_map]
     return LinearPart(
         tile=tile,
-        feature=FEATURE_KERNELS[variant.feature_map],
-        # Without a window, window_left is -1: the query's own token is counted.
-        gap=variant.window_left + 1 if variant.is_causal else None,
-        skipped_sinks=variant.sinks,
+        features=Features(kernel, variant.map_dim, variant.feature_dim),
+        sides=_sides(variant, loop.parts),
+        skipped_sinks=loop.parts[0].sinks,
         min_tasks=parameters.min_tasks,
+        shared=variant.mix == "shared",
     )
+
+
+def _sides(variant: HybridVariant, parts: tuple[HeadPart, ...]) -> tuple[Side, ...]:
+    from subquad.kernels.templates.linear import Side
+
+    # Without a window, window_left is -1: the past side counts the query's own token.
+    past = Side("past", tuple(part.window_left + 1 for part in parts))
+    if variant.is_causal:
+        return (past,)
+    if variant.has_decay or any(part.has_window for part in parts):
+        return past, Side("future", tuple(max(part.window_right + 1, 1) for part in parts))
+    return ()
 
 
 TEMPLATE = HybridCpuTemplate()

@@ -1,7 +1,12 @@
 """Feature maps of the linear part: float64 NumPy and ONNX side by side.
 
 A map is applied to unscaled queries and keys. Its features must not be negative: the shared
-normaliser and the logarithm taken by the ``lse`` mixing rule rely on it.
+normaliser and the logarithm taken by the ``lse`` mixing rule rely on it. Maps with weights see
+``u = x W + b`` beside ``x``; ``W`` and ``b`` come per head as one tensor
+``[heads, head_dim + 1, map_dim]`` whose last row is ``b``.
+
+Another map is one entry of ``FEATURE_MAPS`` (and one of ``FEATURE_KERNELS`` in
+``kernels/templates/feature_kernels.py``, without which it runs as ONNX function only).
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from numpy.typing import NDArray
 
 from subquad.kernels.body import Body
 
+Array = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class FeatureMap:
@@ -23,22 +30,43 @@ class FeatureMap:
     Attributes:
         name: value of the operator's ``feature_map`` attribute.
         source: paper and equation.
-        apply: ``[..., head_dim]`` -> ``[..., feature_dim]`` in float64.
-        build: the same as ONNX nodes.
-        feature_dim: number of features for a head_dim.
-        weight_names: per-head weight inputs appended after the six common ones; none so far.
-            TODO: pass them to ``apply`` and ``build`` with the first map that has any (Hedgehog).
+        features: from ``u``, ``[..., map_dim]`` (``x`` where the map has no weights), in float64.
+        build_features: the same as ONNX nodes.
+        features_per_dim: see ``feature_dim``.
+        has_weights: whether ``W`` and ``b`` exist.
     """
 
     name: str
     source: str
-    apply: Callable[[NDArray[np.float64]], NDArray[np.float64]]
-    build: Callable[[Body, ir.Value], ir.Value]
-    feature_dim: Callable[[int], int]
-    weight_names: tuple[str, ...] = ()
+    features: Callable[[Array], Array]
+    build_features: Callable[[Body, ir.Value], ir.Value]
+    features_per_dim: int = 1
+    has_weights: bool = False
+
+    def feature_dim(self, dims: int) -> int:
+        """Number of features over ``map_dim`` or, without weights, ``head_dim``."""
+        return self.features_per_dim * dims
+
+    def apply(self, x: NDArray[np.floating], weights: NDArray[np.floating] | None = None) -> Array:
+        """``[batch, heads, length, head_dim]`` to ``[batch, heads, length, features]``."""
+        u: Array = np.asarray(x, dtype=np.float64)
+        if self.has_weights:
+            assert weights is not None, f"feature map {self.name} needs weights"
+            matrix: Array = np.asarray(weights, dtype=np.float64)
+            u = u @ matrix[:, :-1] + matrix[:, -1:]
+        return self.features(u)
+
+    def build(self, body: Body, x: ir.Value, weights: ir.Value | None = None) -> ir.Value:
+        """The same as ONNX nodes."""
+        if self.has_weights:
+            assert weights is not None, f"feature map {self.name} needs weights"
+            matrix = body.slice(weights, 0, -1, 1)
+            bias = body.slice(weights, -1, np.iinfo(np.int64).max, 1)
+            x = body("Add", body("MatMul", x, matrix), bias)
+        return self.build_features(body, x)
 
 
-def _elu_plus_one(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _elu_plus_one(x: Array) -> Array:
     return np.maximum(x, 0.0) + np.exp(np.minimum(x, 0.0))
 
 
@@ -47,15 +75,67 @@ def _build_elu_plus_one(body: Body, x: ir.Value) -> ir.Value:
     return body("Add", body("Relu", x), body("Exp", body("Min", x, 0.0)))
 
 
+def _softmax(x: Array) -> Array:
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    normalised: Array = weights / weights.sum(axis=-1, keepdims=True)
+    return normalised
+
+
+def _hedgehog(u: Array) -> Array:
+    return _softmax(np.concatenate([u, -u], axis=-1))
+
+
+def _build_hedgehog(body: Body, u: ir.Value) -> ir.Value:
+    return body("Softmax", body("Concat", u, body("Neg", u), axis=-1), axis=-1)
+
+
+LEAST_FEATURE = 1e-12
+"""Floor of the features of ``softmax_pair``, as in the public LoLCATs code."""
+
+
+def _softmax_pair(u: Array) -> Array:
+    both: Array = np.concatenate([_softmax(u), _softmax(-u)], axis=-1)
+    return np.maximum(both, LEAST_FEATURE)
+
+
+def _build_softmax_pair(body: Body, u: ir.Value) -> ir.Value:
+    halves = [body("Softmax", x, axis=-1) for x in (u, body("Neg", u))]
+    return body("Max", body("Concat", *halves, axis=-1), LEAST_FEATURE)
+
+
 ELU = FeatureMap(
     name="elu",
     source="Katharopoulos et al., 2020, eq. 7, https://arxiv.org/abs/2006.16236",
-    apply=_elu_plus_one,
-    build=_build_elu_plus_one,
-    feature_dim=lambda head_dim: head_dim,
+    features=_elu_plus_one,
+    build_features=_build_elu_plus_one,
 )
 
-FEATURE_MAPS: tuple[FeatureMap, ...] = (ELU,)
+HEDGEHOG = FeatureMap(
+    name="hedgehog",
+    source=(
+        "softmax([u, -u]) over all features: Zhang et al., 2024, Hedgehog, "
+        "https://arxiv.org/abs/2402.04347, eq. 6, normalised as in flash-linear-attention, whose "
+        "factor 2 is part of W and b here"
+    ),
+    features=_hedgehog,
+    build_features=_build_hedgehog,
+    features_per_dim=2,
+    has_weights=True,
+)
+
+SOFTMAX_PAIR = FeatureMap(
+    name="softmax_pair",
+    source=(
+        "[softmax(u), softmax(-u)]: Zhang et al., 2024, LoLCATs, https://arxiv.org/abs/2410.10254, "
+        "its form of Hedgehog"
+    ),
+    features=_softmax_pair,
+    build_features=_build_softmax_pair,
+    features_per_dim=2,
+    has_weights=True,
+)
+
+FEATURE_MAPS: tuple[FeatureMap, ...] = (ELU, HEDGEHOG, SOFTMAX_PAIR)
 
 NONE = "none"
 """Value of ``feature_map`` that leaves the linear part empty."""

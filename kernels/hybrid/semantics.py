@@ -1,34 +1,45 @@
 """``ai.subquad::HybridAttention``: an exact key set plus a linear remainder, one normaliser.
 
-With E the exact keys of a query and R all other keys it may see,
+With E the exact keys of a query and R all other keys it may see, ``s = scale * q.k`` and
+``r = phi_q(q).phi_k(k)``,
 
-    out = (sum_E e^(s-m) v + e^(-m) sum_R phi(q).phi(k) v)
-        / (sum_E e^(s-m)   + e^(-m) sum_R phi(q).phi(k)),      s = scale * q.k
+    lse:     out = (sum_E e^(s-m) v + e^(-m) sum_R r v) / (sum_E e^(s-m) + e^(-m) sum_R r)
+    shared:  out = (g sum_E e^(s-m) v + sum_R r v) / (g sum_E e^(s-m) + sum_R r),   m = max_E s
 
-``m`` cancels and only keeps the terms finite (Zhang et al., 2024, "LoLCATs",
-https://arxiv.org/abs/2410.10254, eq. 6, with a mixing that is consistent in log-sum-exp: it equals
-softmax where phi(q).phi(k) = e^s). Either set may be empty. E is the window and the sinks, both
-inside what the site allows.
+``shared`` is Zhang et al., 2024, "LoLCATs", https://arxiv.org/abs/2410.10254, eq. 6, with a gain
+``g`` per head. In ``lse``, ``m`` cancels and only keeps the terms finite: it equals softmax where
+r = e^s. Either set may be empty. E is the window and the sinks, both inside what the site allows;
+heads may differ in both, and in whether they have a linear part (``head_parts``).
+
+With decay, ``r`` is multiplied by ``exp(log_decay * distance)``, the distance in positions.
+
+Inputs after the six that all operators share:
+
+| # | name | shape, dtype | |
+|---|---|---|---|
+| 6 | query_map | ``[num_heads, head_dim + 1, map_dim]`` float32 | feature maps with weights |
+| 7 | key_map | ``[num_kv_heads, head_dim + 1, map_dim]`` float32 | feature maps with weights |
+| 8 | log_decay | ``[num_kv_heads]`` float32, at most 0 | ``has_decay`` |
+| 9 | window_gain | ``[num_heads]`` float32, positive: ``g`` | mix ``shared`` |
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from subquad.kernels.band import MASKED, Band, VirtualKey, banded_attention
 from subquad.kernels.body import Body
-from subquad.kernels.hybrid.feature_maps import NONE, get_feature_map
-from subquad.kernels.hybrid.linear import Side, linear_sums
-from subquad.kernels.hybrid.reference import hybrid_attention
+from subquad.kernels.hybrid.bodies import hybrid_body, mixed_body
+from subquad.kernels.hybrid.feature_maps import NONE, FeatureMap, get_feature_map
+from subquad.kernels.hybrid.reference import LinearWeights, hybrid_attention
 from subquad.kernels.inputs import (
     Heads,
-    Inputs,
     declare_inputs,
     input_specs,
     limit_label,
@@ -38,8 +49,31 @@ from subquad.kernels.inputs import (
 from subquad.kernels.operator import UNLIMITED, TensorSpec
 from subquad.kernels.visibility import allowed_keys, in_band
 
-TINY = 1e-30
-"""Least denominator of a purely linear row; reached only where nothing is visible."""
+MIXES = ("lse", "shared")
+
+
+class HeadPart(NamedTuple):
+    """What one query head of a mixed node does.
+
+    Attributes:
+        window_left, window_right, sinks: as of ``HybridVariant``.
+        linear: 1 if the other keys it may see count by features, 0 if they are dropped.
+
+    Neither window nor sinks nor linear: every key it may see is exact (a dense head).
+    """
+
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    sinks: int = 0
+    linear: int = 0
+
+    @property
+    def is_dense(self) -> bool:
+        return self == HeadPart()
+
+    @property
+    def has_window(self) -> bool:
+        return self.window_left != UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -54,8 +88,12 @@ class HybridVariant:
         allowed_left, allowed_right: the site's own band; -1 = unlimited. With a linear part the
             left is unlimited and the right is unlimited or 0.
         feature_map: ``"none"`` leaves the linear part empty.
-        mix: how the two parts share a normaliser; only ``"lse"``, the formula above.
+        mix: how the two parts share a normaliser, see above.
         has_key_mask: whether input 3 is present.
+        map_dim: outputs of the feature map's projection; 0 for maps without weights.
+        has_decay: whether input 8 is present.
+        head_parts: a ``HeadPart`` (or its four numbers) per query head; then window, sinks and the
+            presence of a linear part are those, not the fields above. Empty: heads do the same.
     """
 
     num_heads: int
@@ -69,31 +107,65 @@ class HybridVariant:
     allowed_left: int = UNLIMITED
     allowed_right: int = UNLIMITED
     feature_map: str = NONE
-    mix: Literal["lse"] = "lse"
+    mix: Literal["lse", "shared"] = "lse"
     has_key_mask: bool = False
+    map_dim: int = 0
+    has_decay: bool = False
+    head_parts: tuple[tuple[int, int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.heads
-        linear = get_feature_map(self.feature_map) is not None
-        limits = (self.window_left, self.window_right, self.allowed_left, self.allowed_right)
-        if min(limits) < UNLIMITED or self.sinks < 0:
+        if self.mix not in MIXES:
+            raise ValueError(f"unknown mixing rule {self.mix!r}; known: {', '.join(MIXES)}")
+        if min(self.allowed_left, self.allowed_right) < UNLIMITED:
+            raise ValueError(f"limits must be -1 or more, got {self}")
+        feature_map = get_feature_map(self.feature_map)
+        if (self.map_dim > 0) != (feature_map is not None and feature_map.has_weights):
+            raise ValueError(f"map_dim belongs to feature maps with weights, got {self}")
+        if feature_map is None and self.has_decay:
+            raise ValueError(f"decay belongs to the linear part, got {self}")
+        if feature_map is not None and (self.allowed_left != UNLIMITED or self.allowed_right > 0):
+            raise ValueError(f"a linear part cannot forget keys by distance, got {self}")
+        if self.head_parts:
+            self._check_mixed()
+        for part in self.parts:
+            self._check_part(part)
+        exact = any(part.has_window or part.sinks for part in self.parts)
+        if self.mix == "shared" and not (exact and feature_map is not None):
+            raise ValueError(f"the shared mix needs exact and linear keys, got {self}")
+
+    def _check_mixed(self) -> None:
+        if len(self.head_parts) != self.num_heads:
+            raise ValueError(f"head_parts needs one entry per query head, got {self}")
+        if self.has_window or self.sinks:
+            raise ValueError(f"with head_parts, windows and sinks stand there only, got {self}")
+        if any(part.linear for part in self.parts) != (self.feature_map != NONE):
+            raise ValueError(f"a feature map is for the linear heads of head_parts, got {self}")
+
+    def _check_part(self, part: HeadPart) -> None:
+        if min(part.window_left, part.window_right) < UNLIMITED or part.sinks < 0:
             raise ValueError(f"limits must be -1 or more and sinks 0 or more, got {self}")
-        if (self.window_left == UNLIMITED) != (self.window_right == UNLIMITED):
+        if (part.window_left == UNLIMITED) != (part.window_right == UNLIMITED):
             raise ValueError(f"an exact window needs both limits, got {self}")
-        if _wider(self.window_left, self.allowed_left) or _wider(
-            self.window_right, self.allowed_right
+        if _wider(part.window_left, self.allowed_left) or _wider(
+            part.window_right, self.allowed_right
         ):
             raise ValueError(f"the exact window must lie inside the allowed band, got {self}")
-        if linear and (self.allowed_left != UNLIMITED or self.allowed_right > 0):
-            raise ValueError(f"a linear part cannot forget keys by distance, got {self}")
-        if not linear and not self.has_window and not self.sinks:
+        if part.is_dense and not self.head_parts:
             raise ValueError(f"neither an exact nor a linear part, got {self}")
-        if self.mix != "lse":
-            raise ValueError(f"unknown mixing rule {self.mix!r}; known: lse")
 
     @property
     def heads(self) -> Heads:
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+
+    @property
+    def parts(self) -> tuple[HeadPart, ...]:
+        """What each query head does."""
+        if self.head_parts:
+            return tuple(HeadPart(*part) for part in self.head_parts)
+        linear = int(self.feature_map != NONE)
+        part = HeadPart(self.window_left, self.window_right, self.sinks, linear)
+        return (part,) * self.num_heads
 
     @property
     def is_causal(self) -> bool:
@@ -106,7 +178,16 @@ class HybridVariant:
     @property
     def has_positions(self) -> bool:
         banded = self.allowed_left != UNLIMITED or self.allowed_right != UNLIMITED
-        return banded or self.has_window or self.sinks > 0
+        exact = any(part.has_window or part.sinks > 0 for part in self.parts)
+        return banded or exact or self.has_decay
+
+    @property
+    def feature_dim(self) -> int:
+        """Features per head; 0 without a linear part."""
+        feature_map = get_feature_map(self.feature_map)
+        if feature_map is None:
+            return 0
+        return feature_map.feature_dim(self.map_dim or self.head_dim)
 
     @property
     def op_type(self) -> str:
@@ -119,17 +200,39 @@ class HybridVariant:
             parts.append(f"w{self.window_left}_{self.window_right}")
         if self.sinks:
             parts.append(f"sinks{self.sinks}")
+        if self.head_parts:
+            # The numbers of 32 heads would not fit a name; the node's attribute spells them out.
+            numbers = ",".join(str(number) for part in self.head_parts for number in part)
+            parts.append("mixed" + hashlib.sha256(numbers.encode()).hexdigest()[:12])
         parts.append(f"l{limit_label(self.allowed_left)}r{limit_label(self.allowed_right)}")
-        parts.append(self.feature_map)
+        parts.append(self.feature_map + (str(self.map_dim) if self.map_dim else ""))
         if self.feature_map != NONE:
             parts.append(self.mix)
+        if self.has_decay:
+            parts.append("decay")
         if self.has_key_mask:
             parts.append("mask")
         return "_".join(parts)
 
     @property
     def inputs(self) -> tuple[TensorSpec | None, ...]:
-        return input_specs(self.heads, key_mask=self.has_key_mask, positions=self.has_positions)
+        maps: list[TensorSpec | None] = [None, None]
+        if self.map_dim:
+            rows = self.head_dim + 1
+            maps = [
+                TensorSpec("query_map", "float32", (self.num_heads, rows, self.map_dim)),
+                TensorSpec("key_map", "float32", (self.num_kv_heads, rows, self.map_dim)),
+            ]
+        decay = TensorSpec("log_decay", "float32", (self.num_kv_heads,))
+        gain = TensorSpec("window_gain", "float32", (self.num_heads,))
+        extra = [
+            *maps,
+            decay if self.has_decay else None,
+            gain if self.mix == "shared" else None,
+        ]
+        return input_specs(
+            self.heads, key_mask=self.has_key_mask, positions=self.has_positions, extra=extra
+        )
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
@@ -149,54 +252,17 @@ class HybridVariant:
             ir.AttrString("feature_map", self.feature_map),
             ir.AttrString("mix", self.mix),
         ]
+        if self.head_parts:
+            numbers = [number for part in self.head_parts for number in part]
+            attributes.append(ir.AttrInt64s("head_parts", numbers))
         return {attribute.name: attribute for attribute in attributes}
 
     def build_function(self) -> ir.Function:
         body = Body()
         formal, inputs = declare_inputs(self.inputs)
-        linear = self._linear_part(body, inputs)
-        if not self.has_window and not self.sinks:
-            assert linear is not None
-            numerator, denominator = linear
-            output = body("Div", numerator, body("Max", denominator, TINY))
-        else:
-            virtual = None if linear is None else _as_virtual_key(body, *linear)
-            band = Band(
-                self.window_left,
-                self.window_right,
-                self.sinks,
-                self.allowed_left,
-                self.allowed_right,
-            )
-            output = banded_attention(body, band, self.heads, inputs, self.scale, virtual=virtual)
+        build = mixed_body if self.head_parts else hybrid_body
+        output = build(body, self, inputs)
         return body.function(self.op_type, self.overload, formal, [output], self.attributes())
-
-    def _linear_part(self, body: Body, inputs: Inputs) -> tuple[ir.Value, ir.Value] | None:
-        feature_map = get_feature_map(self.feature_map)
-        if feature_map is None:
-            return None
-        query_features = feature_map.build(body, inputs.query)
-        key_features = feature_map.build(body, inputs.key)
-        counted = self._counted_keys(body, inputs)
-        if counted is not None:
-            key_features = body("Mul", key_features, counted)
-        return linear_sums(body, self._sides(), self.heads, inputs, query_features, key_features)
-
-    def _sides(self) -> tuple[Side, ...]:
-        if self.is_causal:
-            return (Side("past", self.window_left + 1),)
-        if self.has_window:
-            return (Side("past", self.window_left + 1), Side("future", self.window_right + 1))
-        return ()
-
-    def _counted_keys(self, body: Body, inputs: Inputs) -> ir.Value | None:
-        """1 for real keys that are no sinks, ``[batch, 1, kv_len, 1]``; ``None``: all."""
-        counted = inputs.key_mask
-        if self.sinks:
-            _, key_positions = inputs.positions
-            no_sink = body("Not", body.between(key_positions, 0, self.sinks - 1))
-            counted = no_sink if counted is None else body("And", counted, no_sink)
-        return None if counted is None else body.unsqueeze(body.as_float(counted), 1, 3)
 
     def reference(
         self,
@@ -206,39 +272,59 @@ class HybridVariant:
         key_mask: NDArray[np.bool_] | None = None,
         query_positions: NDArray[np.int64] | None = None,
         key_positions: NDArray[np.int64] | None = None,
+        query_map: NDArray[np.floating] | None = None,
+        key_map: NDArray[np.floating] | None = None,
+        log_decay: NDArray[np.floating] | None = None,
+        window_gain: NDArray[np.floating] | None = None,
     ) -> NDArray[np.float64]:
         shape = (query.shape[0], query.shape[2], key.shape[2])
         allowed = allowed_keys(
             shape, self.allowed_left, self.allowed_right, key_mask, query_positions, key_positions
         )
-        exact = np.zeros(shape, dtype=np.bool_)
-        if self.has_window:
-            assert query_positions is not None and key_positions is not None
-            exact |= in_band(query_positions, key_positions, self.window_left, self.window_right)
-        if self.sinks:
-            assert key_positions is not None
-            exact |= ((key_positions >= 0) & (key_positions < self.sinks))[:, None, :]
-        q = np.asarray(query, dtype=np.float64)
-        k = np.asarray(key, dtype=np.float64)
+        q, k, v = (np.asarray(x, dtype=np.float64) for x in (query, key, value))
         feature_map = get_feature_map(self.feature_map)
-        return hybrid_attention(
-            q,
-            k,
-            np.asarray(value, dtype=np.float64),
-            None if feature_map is None else feature_map.apply(q),
-            None if feature_map is None else feature_map.apply(k),
-            allowed & exact,
-            allowed & ~exact,
-            self.scale,
-        )
+        weights: LinearWeights | None = None
+        if feature_map is not None:
+            distance = None
+            if log_decay is not None:
+                assert query_positions is not None and key_positions is not None
+                distance = np.abs(query_positions[:, :, None] - key_positions[:, None]) * 1.0
+            weights = LinearWeights(
+                feature_map.apply(q, query_map),
+                feature_map.apply(k, key_map),
+                None if log_decay is None else np.asarray(log_decay, dtype=np.float64),
+                distance,
+                None if window_gain is None else np.asarray(window_gain, dtype=np.float64),
+            )
+        outputs = {}
+        for part in set(self.parts):
+            exact = self._exact_keys(part, shape, query_positions, key_positions)
+            used = weights if part.linear else None
+            remainder = allowed & ~exact
+            outputs[part] = hybrid_attention(q, k, v, used, allowed & exact, remainder, self.scale)
+        heads = [outputs[part][:, head] for head, part in enumerate(self.parts)]
+        return np.stack(heads, axis=1)
+
+    def _exact_keys(
+        self,
+        part: HeadPart,
+        shape: tuple[int, int, int],
+        query_positions: NDArray[np.int64] | None,
+        key_positions: NDArray[np.int64] | None,
+    ) -> NDArray[np.bool_]:
+        exact = np.full(shape, part.is_dense)
+        if part.has_window:
+            assert query_positions is not None and key_positions is not None
+            exact |= in_band(query_positions, key_positions, part.window_left, part.window_right)
+        if part.sinks:
+            assert key_positions is not None
+            exact |= ((key_positions >= 0) & (key_positions < part.sinks))[:, None, :]
+        return exact
+
+    @property
+    def map(self) -> FeatureMap | None:
+        return get_feature_map(self.feature_map)
 
 
 def _wider(window: int, allowed: int) -> bool:
     return allowed != UNLIMITED and window > allowed
-
-
-def _as_virtual_key(body: Body, numerator: ir.Value, denominator: ir.Value) -> VirtualKey:
-    """Normalised linear part and the logarithm of its normaliser."""
-    safe = body("Max", denominator, TINY)
-    score = body("Where", body("Greater", denominator, 0.0), body("Log", safe), MASKED)
-    return VirtualKey(score, body("Div", numerator, safe))

@@ -54,7 +54,7 @@ def emit_block_sparse(
         first_position = buffers.query_positions[rows.batch, index(0)]
         lead = settle(T.max(index(0) - first_position, index(0)))
         first_row = settle(lead + row * block)
-        rows = replace(rows, row_end=settle(T.min(first_row + block, query_len)))
+        rows = replace(rows, query_end=settle(T.min(first_row + block, query_len)))
         with T.If(row == 0):
             with T.Then():
                 _write_zeros(rows, settle(T.min(lead, query_len)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
@@ -9,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 from subquad.kernels.inputs import Heads
 from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.templates.exact import NO_TERMS, ExactPanels, ExactTile, Visible
-from subquad.kernels.templates.rows import Buffers, HeadRows, KeyList
+from subquad.kernels.templates.rows import Buffers, HeadRows, HeadSubset, KeyList, pick
 from subquad.kernels.templates.terms import Terms
 from subquad.kernels.templates.vectors import (
     Expr,
@@ -48,6 +49,24 @@ class Band:
 
 
 @dataclass(frozen=True)
+class HeadBand:
+    """The band of the heads of one task, where heads differ: limits known at run time."""
+
+    left: Expr
+    right: Expr
+
+    @property
+    def is_unlimited(self) -> bool:
+        return False
+
+    def first(self, query: Expr, heads: HeadRows, alignment: Expr) -> Expr:
+        return clamp(query + alignment - self.left, index(0), heads.kv_len)
+
+    def last(self, query: Expr, heads: HeadRows, alignment: Expr) -> Expr:
+        return clamp(query + alignment + self.right, index(-1), heads.kv_len - 1)
+
+
+@dataclass(frozen=True)
 class ExactSet:
     """The keys a query attends to exactly.
 
@@ -57,13 +76,40 @@ class ExactSet:
         allowed: contains the window.
     """
 
-    window: Band | None
-    sinks: int
+    window: Band | HeadBand | None
+    sinks: Expr
     allowed: Band
 
     @property
+    def has_sinks(self) -> bool:
+        return not isinstance(self.sinks, int) or self.sinks > 0
+
+    @property
     def needs_masking(self) -> bool:
-        return self.window is None or self.sinks > 0 or not self.window.is_unlimited
+        return self.window is None or self.has_sinks or not self.window.is_unlimited
+
+
+FAR = 2**31 - 1
+"""More positions than there are."""
+
+
+def exact_set_of(sets: Sequence[ExactSet], rows: HeadRows) -> ExactSet:
+    """The exact set of a task's heads: one for all, or one for each part of the subset."""
+    if all(each == sets[0] for each in sets):
+        return sets[0]
+    bands = [(-FAR, -FAR) if each.window is None else _limits_of(each.window) for each in sets]
+    window = HeadBand(
+        pick([left for left, _ in bands], rows.part), pick([right for _, right in bands], rows.part)
+    )
+    sinks: Expr = 0
+    if any(each.has_sinks for each in sets):
+        sinks = pick([each.sinks for each in sets], rows.part)
+    return ExactSet(window, sinks, sets[0].allowed)
+
+
+def _limits_of(band: Band | HeadBand) -> tuple[int, int]:
+    left, right = (FAR if limit == UNLIMITED else limit for limit in (band.left, band.right))
+    return left, right
 
 
 class ExactSpans:
@@ -92,11 +138,11 @@ class ExactSpans:
         self.panels = index(tile.panels) if live is None else live
         self.alignment = alignment
         self.sinks: tuple[Expr, Expr] | None = None
-        if exact_set.sinks:
+        if exact_set.has_sinks:
             begin = clamp(first_sink, index(0), heads.kv_len)
             end = clamp(first_sink + exact_set.sinks, index(0), heads.kv_len)
             self.sinks = begin, end
-        self.count = 3 if exact_set.sinks else 1
+        self.count = 3 if exact_set.has_sinks else 1
         panels, width = tile.panels, tile.panel.width
 
         def numbers() -> Expr:
@@ -107,7 +153,7 @@ class ExactSpans:
         if exact_set.needs_masking:
             # Slots that all rows of a panel see: no tile inside them needs masking.
             self.all_from, self.all_to = numbers(), numbers()
-            shape = (2 if exact_set.sinks else 1, panels, width)
+            shape = (2 if exact_set.has_sinks else 1, panels, width)
             self.visible = Visible(
                 T.alloc_buffer(shape, "int32"), T.alloc_buffer(shape, "int32"), self.sinks
             )
@@ -126,8 +172,9 @@ class ExactSpans:
         with T.serial(self.panels) as p:
             row = settle(first_row + p * width)
             head_query = settle(heads.query_of(row))
-            tail_query = settle(heads.query_of(T.min(row + width, heads.row_count) - 1))
-            with T.If(row < heads.row_count):
+            tail_row = settle(heads.query_of(row + (width - 1)))
+            tail_query = settle(T.min(tail_row, heads.query_len - 1))
+            with T.If(head_query < heads.query_len):
                 with T.Then():
                     self._find_spans(p, head_query, tail_query)
                 with T.Else():
@@ -223,27 +270,32 @@ def emit_exact(
     key_list: tuple[Expr, Expr] | None,
     heads: Heads,
     tile: ExactTile,
-    exact_set: ExactSet,
+    exact_sets: Sequence[ExactSet],
     scale: float,
     softcap: float = 0.0,
     terms: Terms = NO_TERMS,
+    subset: HeadSubset | None = None,
 ) -> None:
     """The parallel loop over (batch, key/value head, block of query rows).
 
     Args:
         key_list: from ``list_keys``; ``None`` without a key mask.
+        exact_sets: one per part of the subset, or one for all.
+        subset: the heads; ``None``: all.
     """
+    subset = subset or HeadSubset.all(heads)
     batch, query_len = buffers.query.shape[0], buffers.query.shape[2]
-    blocks = blocks_of(query_len * heads.group, tile.queries)
-    with T.parallel(batch * heads.num_kv_heads * blocks) as task:
+    blocks = blocks_of(query_len * subset.group, tile.queries)
+    with T.parallel(batch * subset.count * blocks) as task:
         # Causal work grows with the row: pairing first and last blocks keeps any run of tasks even.
         order = remainder(task, blocks)
         half = quotient(order, 2)
         block = settle(T.if_then_else(half * 2 == order, half, blocks - 1 - half))
-        rows = HeadRows.of(buffers, heads, quotient(task, blocks))
+        rows = HeadRows.of(buffers, heads, quotient(task, blocks), subset=subset)
         keys = KeyList.of(rows.batch, key_list)
+        exact_set = exact_set_of(exact_sets, rows)
         first_row = settle(block * tile.queries)
-        live = live_panels(tile, query_len * heads.group, first_row)
+        live = live_panels(tile, query_len * subset.group, first_row)
         exact = ExactPanels(tile, rows, scale, softcap, terms, live)
         spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment(), live)
         exact.start(first_row)

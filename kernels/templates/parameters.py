@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.templates.space import Params, Space
 
-CPU_FEATURE_MAPS = ("elu",)
-"""Feature maps that the linear template can compute; their code is in ``linear.py``."""
+CPU_FEATURE_MAPS = ("elu", "hedgehog", "softmax_pair")
+"""Feature maps that the linear template can compute; code in ``feature_kernels.py``."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class HybridParameters(TileParameters):
     """Sizes of the linear part; the panels of its chunks are shared with the exact part.
 
     Attributes:
-        chunk: query slots per chunk, rounded up to whole panels.
-        state_vectors: vectors of features per register tile of the state update.
-        state_rows: value dims per register tile of the state update.
+        chunk: query slots per chunk, rounded up to whole panels of one head.
+        state_vectors: vectors of value dims per register tile of the state update.
+        state_rows: features per register tile of the state update.
         min_tasks: with fewer (batch, key/value head) pairs the sequence is cut into segments, at
             the price of computing most state updates twice.
     """
 
-    chunk: int = 32
+    chunk: int = 64
     state_vectors: int = 2
     state_rows: int = 6
     min_tasks: int = 8

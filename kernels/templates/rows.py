@@ -1,13 +1,14 @@
 """How query rows and key slots of one (batch, key/value head) are addressed.
 
-Query rows of a key/value head are numbered ``query * group + head in group``, so a panel takes
-neighbouring queries of all heads that share the keys.
+Query rows of a key/value head are numbered chunk by chunk of queries, and head by head inside a
+chunk. With a chunk of one query a panel takes neighbouring queries of all heads that share the
+keys; with chunks of whole panels, each panel belongs to one head.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tvm.script.ir_builder import tirx as T
@@ -41,33 +42,83 @@ class Buffers:
     """Further inputs and outputs of one operator, by name."""
 
 
+def pick(values: Sequence[int], at: Expr) -> Expr:
+    """``values[at]`` of a short static table."""
+    step = values[1] - values[0] if len(values) > 1 else 0
+    if list(values) == [values[0] + step * i for i in range(len(values))]:
+        return settle(at * step + values[0])
+    result = index(values[-1])
+    for place in reversed(range(len(values) - 1)):
+        if values[place] != values[place + 1]:
+            result = T.if_then_else(at <= place, index(values[place]), result)
+    return settle(result)
+
+
 @dataclass(frozen=True)
-class HeadRows:
-    """Query rows of one key/value head of one batch row, or of one of its query heads alone.
+class HeadSubset:
+    """The heads that one parallel loop runs over, in parts of ``group`` query heads.
 
     Attributes:
+        first_heads: the first query head of every part; the others follow it.
+        kv_heads: the key/value head of every part.
+    """
+
+    first_heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+    group: int
+
+    @staticmethod
+    def all(heads: Heads) -> HeadSubset:
+        """Every key/value head with all query heads that share it."""
+        kv_heads = tuple(range(heads.num_kv_heads))
+        return HeadSubset(tuple(h * heads.group for h in kv_heads), kv_heads, heads.group)
+
+    @staticmethod
+    def singly(heads: Heads, chosen: Sequence[int]) -> HeadSubset:
+        """Some query heads, each on its own."""
+        return HeadSubset(tuple(chosen), tuple(head // heads.group for head in chosen), 1)
+
+    @property
+    def count(self) -> int:
+        return len(self.kv_heads)
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The query heads of one key/value head, or one of them, of one batch row.
+
+    Attributes:
+        part: number in the ``HeadSubset``.
         group: query heads whose rows are counted.
-        query_head: the one head; ``None``: all that share the keys.
-        row_end: rows from here on are not there; ``None``: all are.
+        chunk: queries per chunk of the row numbers.
+        query_end: queries from here on are not there; ``None``: all are.
     """
 
     buffers: Buffers
     batch: Expr
+    part: Expr
     kv_head: Expr
+    first_head: Expr
     group: int
     head_dim: int
     value_dim: int
-    query_head: Expr | None = None
-    row_end: Expr | None = None
+    chunk: int = 1
+    query_end: Expr | None = None
 
     @staticmethod
-    def of(buffers: Buffers, heads: Heads, number: Expr) -> HeadRows:
-        """Key/value head ``number % num_kv_heads`` of batch row ``number // num_kv_heads``."""
-        batch, kv_head = (
-            quotient(number, heads.num_kv_heads),
-            remainder(number, heads.num_kv_heads),
-        )
-        return HeadRows(buffers, batch, kv_head, heads.group, heads.head_dim, heads.value_dim)
+    def of(
+        buffers: Buffers,
+        heads: Heads,
+        number: Expr,
+        chunk: int = 1,
+        subset: HeadSubset | None = None,
+    ) -> HeadRows:
+        """Part ``number % subset.count`` of batch row ``number // subset.count``."""
+        subset = subset or HeadSubset.all(heads)
+        batch, part = quotient(number, subset.count), remainder(number, subset.count)
+        kv_head, first = pick(subset.kv_heads, part), pick(subset.first_heads, part)
+        sizes = subset.group, heads.head_dim, heads.value_dim
+        return HeadRows(buffers, batch, part, kv_head, first, *sizes, chunk)
 
     @staticmethod
     def of_query_head(buffers: Buffers, heads: Heads, number: Expr) -> HeadRows:
@@ -75,13 +126,11 @@ class HeadRows:
         batch = quotient(number, heads.num_heads)
         head = remainder(number, heads.num_heads)
         kv_head = quotient(head, heads.group)
-        return HeadRows(buffers, batch, kv_head, 1, heads.head_dim, heads.value_dim, head)
+        return HeadRows(buffers, batch, head, kv_head, head, 1, heads.head_dim, heads.value_dim)
 
     @property
-    def row_count(self) -> Expr:
-        if self.row_end is not None:
-            return self.row_end
-        return self.buffers.query.shape[2] * self.group
+    def query_len(self) -> Expr:
+        return self.buffers.query.shape[2] if self.query_end is None else self.query_end
 
     @property
     def kv_len(self) -> Expr:
@@ -101,14 +150,19 @@ class HeadRows:
         )
 
     def query_of(self, row: Expr) -> Expr:
-        return quotient(row, self.group) if self.group > 1 else row
+        """Query of a row; those past the last query come last in a chunk."""
+        if self.group == 1:
+            return row
+        if self.chunk == 1:
+            return quotient(row, self.group)
+        first = quotient(row, self.group * self.chunk) * self.chunk
+        return settle(first + remainder(row, self.chunk))
 
     def head_of(self, row: Expr) -> Expr:
-        if self.query_head is not None:
-            return self.query_head
         if self.group == 1:
-            return self.kv_head
-        return self.kv_head * self.group + remainder(row, self.group)
+            return self.first_head
+        in_chunk = remainder(row, self.group * self.chunk)
+        return self.first_head + quotient(in_chunk, self.chunk)
 
     def key(self, slot: Expr, dim: Expr) -> Expr:
         return self.buffers.key[self.batch, self.kv_head, slot, dim]
@@ -123,7 +177,7 @@ class HeadRows:
         with T.serial(index(panel.width)) as lane:
             row = settle(first_row + lane)
             head, query = settle(self.head_of(row)), settle(self.query_of(row))
-            with T.If(row < self.row_count):
+            with T.If(query < self.query_len):
                 with T.Then():
                     with T.serial(index(self.head_dim)) as d:
                         number = self.buffers.query[self.batch, head, query, d]
@@ -136,9 +190,9 @@ class HeadRows:
         """``output = packed[p, e, lane]``, transposed back."""
         with T.serial(index(panel.width)) as lane:
             row = settle(first_row + lane)
-            with T.If(row < self.row_count):
+            head, query = settle(self.head_of(row)), settle(self.query_of(row))
+            with T.If(query < self.query_len):
                 with T.Then():
-                    head, query = settle(self.head_of(row)), settle(self.query_of(row))
                     with T.serial(index(self.value_dim)) as e:
                         number = packed[p, e, lane]
                         store_scalar(self.buffers.output, number, self.batch, head, query, e)

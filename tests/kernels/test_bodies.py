@@ -102,6 +102,15 @@ def test_overloads_are_unique_identifiers() -> None:
         {"feature_map": "elu", "mix": "sum"},
         {"feature_map": "elu", "sinks": -1},
         {"feature_map": "elu", "num_heads": 3},
+        {"feature_map": "elu", "map_dim": 4},
+        {"feature_map": "hedgehog"},
+        {"window_left": 4, "window_right": 4, "has_decay": True},
+        {"feature_map": "elu", "mix": "shared"},
+        {"window_left": 4, "window_right": 4, "mix": "shared"},
+        {"feature_map": "elu", "head_parts": ((4, 4, 0, 1),)},
+        {"feature_map": "elu", "head_parts": ((4, 4, 0, 0),) * 4},
+        {"feature_map": "none", "head_parts": ((4, 4, 0, 1),) * 4},
+        {"sinks": 2, "head_parts": ((4, 4, 0, 0),) * 4},
     ],
 )
 def test_impossible_hybrids_are_refused(changes: dict[str, object]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from oracles import mask_of, prefix, random_case, reference, relative_error, run
-from subquad.kernels.hybrid.semantics import HybridVariant
+from oracles import Case, mask_of, prefix, random_case, reference, relative_error, run
+from subquad.kernels.hybrid.semantics import HeadPart, HybridVariant
 from subquad.kernels.visibility import in_band
 
 SIZES = (4, 2, 7, 5, 0.3)
@@ -19,6 +20,19 @@ CAUSAL = [
     HybridVariant(*SIZES, -1, -1, 0, -1, 0, "elu", has_key_mask=True),
     HybridVariant(*SIZES, -1, -1, 3, -1, 0, has_key_mask=True),
     HybridVariant(*SIZES, 5, 0, 3, 30, 0, has_key_mask=True),
+    HybridVariant(*SIZES, -1, -1, 0, -1, 0, "hedgehog", has_key_mask=True, map_dim=6),
+    HybridVariant(*SIZES, 5, 0, 2, -1, 0, "hedgehog", has_key_mask=True, map_dim=6, has_decay=True),
+    HybridVariant(*SIZES, 64, 0, 0, -1, 0, "softmax_pair", "shared", True, map_dim=3),
+    HybridVariant(
+        *SIZES,
+        allowed_right=0,
+        feature_map="hedgehog",
+        mix="shared",
+        has_key_mask=True,
+        map_dim=6,
+        has_decay=True,
+        head_parts=((5, 0, 0, 1), (-1, -1, 0, 0), (5, 0, 2, 0), (-1, -1, 0, 1)),
+    ),
 ]
 FULL = [
     HybridVariant(*SIZES, 0, 0, 0, -1, -1, "elu", has_key_mask=True),
@@ -27,12 +41,32 @@ FULL = [
     HybridVariant(*SIZES, -1, -1, 3, -1, -1, "elu", has_key_mask=True),
     HybridVariant(*SIZES, -1, -1, 3, -1, -1, has_key_mask=True),
     HybridVariant(*SIZES, 5, 5, 3, 30, 30, has_key_mask=True),
+    HybridVariant(*SIZES, feature_map="hedgehog", has_key_mask=True, map_dim=6, has_decay=True),
+    HybridVariant(*SIZES, 5, 2, 2, feature_map="elu", has_key_mask=True, has_decay=True),
+    HybridVariant(*SIZES, 5, 2, 2, -1, -1, "softmax_pair", "shared", True, map_dim=6),
+    HybridVariant(
+        *SIZES,
+        feature_map="elu",
+        has_key_mask=True,
+        head_parts=((5, 2, 0, 1), (5, 2, 0, 1), (-1, -1, 0, 0), (3, 0, 2, 0)),
+    ),
 ]
 every_variant = pytest.mark.parametrize("variant", CAUSAL + FULL, ids=lambda v: v.overload)
 causal_variants = pytest.mark.parametrize("variant", CAUSAL, ids=lambda v: v.overload)
 
 # float32 against float64; seen 7e-7.
 TOLERANCE = 2e-6
+
+
+def seen_keys(variant: HybridVariant, part: HeadPart, case: Case) -> NDArray[np.bool_]:
+    """Keys that move a head's output, ``[batch, query_len, kv_len]``."""
+    positions = (case.query_positions, case.key_positions)
+    seen = in_band(*positions, variant.allowed_left, variant.allowed_right)
+    if not part.linear and not part.is_dense:
+        near = in_band(*positions, part.window_left, part.window_right) & part.has_window
+        sinks = (case.key_positions >= 0) & (case.key_positions < part.sinks)
+        seen &= near | sinks[:, None]
+    return seen & case.key_mask[:, None]
 
 
 @every_variant
@@ -65,24 +99,13 @@ def test_each_row_matches_where_the_parts_differ_in_size(variant: HybridVariant)
 def test_an_unseen_token_moves_no_bit(variant: HybridVariant) -> None:
     rng = np.random.default_rng(5)
     case = random_case(rng, variant, query_len=140, mask=mask_of("holes", 2, 140, rng))
-    seen = in_band(case.query_positions, case.key_positions, -1, variant.allowed_right)
-    if variant.feature_map == "none":
-        near = in_band(
-            case.query_positions, case.key_positions, variant.window_left, variant.window_right
-        )
-        near &= variant.has_window
-        sinks = (case.key_positions >= 0) & (case.key_positions < variant.sinks)
-        seen &= near | sinks[:, None]
-        seen &= in_band(
-            case.query_positions, case.key_positions, variant.allowed_left, variant.allowed_right
-        )
-    seen &= case.key_mask[:, None]
+    seen = np.stack([seen_keys(variant, part, case) for part in variant.parts], axis=1)
     before = run(variant, case)
     for j in (0, 1, 2, 50, 63, 64, 65, 128, 139):
         changed = case.edited("key", lambda x, j=j: x[:, :, j].fill(3.7))  # type: ignore[misc]
         changed = changed.edited("value", lambda x, j=j: x[:, :, j].fill(-91.0))  # type: ignore[misc]
-        moved = (run(variant, changed) != before).any(axis=(1, 3))
-        assert np.array_equal(moved, seen[:, :, j])
+        moved = (run(variant, changed) != before).any(axis=3)
+        assert np.array_equal(moved, seen[:, :, :, j])
 
 
 @causal_variants

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from oracles import mask_of, random_case, reference, relative_error
+from oracles import mask_of, prefix, random_case, reference, relative_error
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.hybrid.cpu import TEMPLATE
 from subquad.kernels.hybrid.semantics import HybridVariant
@@ -31,7 +32,45 @@ EXACT_BAND = HybridVariant(
     2, 2, 8, 8, 0.3, 3, 2, sinks=9, allowed_left=50, allowed_right=6, has_key_mask=True
 )
 ONLY_SINKS = HybridVariant(2, 2, 8, 8, 0.3, sinks=4, allowed_right=0, has_key_mask=True)
-VARIANTS = [LINEAR, HYBRID, ODD_HYBRID, SINKS_AND_LINEAR, ALL_KEYS, EXACT, EXACT_BAND, ONLY_SINKS]
+HEDGEHOG = HybridVariant(
+    6, 2, 24, 20, 0.3, 40, 0, 4, -1, 0, "hedgehog", "shared", has_key_mask=True, map_dim=20
+)
+HEDGEHOG_ONLY = HybridVariant(
+    2, 2, 32, 32, 0.2, allowed_right=0, feature_map="hedgehog", map_dim=24, has_decay=True
+)
+TWO_SIDES = HybridVariant(
+    2, 1, 9, 20, 0.3, 10, 7, 4, -1, -1, "softmax_pair", "lse", True, map_dim=5, has_decay=True
+)
+BOTH_WAYS = HybridVariant(2, 2, 8, 8, 0.3, feature_map="elu", has_key_mask=True, has_decay=True)
+MIXED = HybridVariant(
+    4,
+    2,
+    9,
+    20,
+    0.3,
+    allowed_right=0,
+    feature_map="hedgehog",
+    mix="shared",
+    has_key_mask=True,
+    map_dim=5,
+    head_parts=((20, 0, 3, 1), (-1, -1, 0, 0), (9, 0, 2, 0), (-1, -1, 3, 1)),
+)
+VARIANTS = [
+    LINEAR,
+    HYBRID,
+    ODD_HYBRID,
+    SINKS_AND_LINEAR,
+    ALL_KEYS,
+    EXACT,
+    EXACT_BAND,
+    ONLY_SINKS,
+    HEDGEHOG,
+    HEDGEHOG_ONLY,
+    BOTH_WAYS,
+    # These compile for 15 seconds each.
+    pytest.param(TWO_SIDES, marks=pytest.mark.slow),
+    pytest.param(MIXED, marks=pytest.mark.slow),
+]
 LENGTHS = [1, 7, 63, 64, 65, 200, 300]
 
 # float32 sums of <= 300 terms, weights to 2e-7 each
@@ -61,7 +100,9 @@ def test_parts_of_very_different_size(run_kernel: RunKernel, gain: float) -> Non
     assert relative_error(run_kernel(ODD_HYBRID, case), reference(ODD_HYBRID, case)) < 2e-5
 
 
-@pytest.mark.parametrize("variant", [LINEAR, HYBRID, EXACT_BAND], ids=lambda v: v.overload)
+@pytest.mark.parametrize(
+    "variant", [LINEAR, HYBRID, EXACT_BAND, HEDGEHOG], ids=lambda v: v.overload
+)
 def test_hidden_keys_never_matter(run_kernel: RunKernel, variant: HybridVariant) -> None:
     """To the bit: a query's output does not move when a key it may not see changes."""
     rng = np.random.default_rng(3)
@@ -88,7 +129,7 @@ def test_hidden_keys_never_matter(run_kernel: RunKernel, variant: HybridVariant)
         assert np.array_equal(before[hidden], after[hidden])
 
 
-@pytest.mark.parametrize("variant", [HYBRID, ALL_KEYS, EXACT], ids=lambda v: v.overload)
+@pytest.mark.parametrize("variant", [HYBRID, ALL_KEYS, EXACT, BOTH_WAYS], ids=lambda v: v.overload)
 def test_padding_may_hold_anything(run_kernel: RunKernel, variant: HybridVariant) -> None:
     """Padded keys are never read, not even multiplied by zero."""
     rng = np.random.default_rng(4)
@@ -121,16 +162,45 @@ def test_any_cut_of_the_sequence_gives_the_same(
             assert relative_error(got, reference(HYBRID, case)) < TOLERANCE
 
 
+@pytest.mark.parametrize("variant", [HEDGEHOG, HEDGEHOG_ONLY], ids=lambda v: v.overload)
+def test_prefill_equals_prefill_in_pieces(run_kernel: RunKernel, variant: HybridVariant) -> None:
+    rng = np.random.default_rng(7)
+    case = random_case(rng, variant, query_len=150, mask=mask_of("left", 2, 150, rng))
+    cuts = [0, 1, 2, 35, 140, 150]
+    pieces = [
+        run_kernel(variant, prefix(case, start, end))
+        for start, end in zip(cuts, cuts[1:], strict=False)
+    ]
+    together = np.concatenate(pieces, axis=2)
+    assert relative_error(together, run_kernel(variant, case)) < TOLERANCE
+
+
+def test_error_is_that_of_float32_attention(run_kernel: RunKernel) -> None:
+    """Against torch's own float32 on the same formula: features, prefix sums, quotient."""
+    rng = np.random.default_rng(8)
+    variant = HybridVariant(
+        2, 2, 64, 64, 0.125, allowed_right=0, feature_map="hedgehog", map_dim=64
+    )
+    case = random_case(rng, variant, batch=1, query_len=1000)
+    q, k, v = (torch.from_numpy(x) for x in (case.query, case.key, case.value))
+    features = []
+    for x, name in ((q, "query_map"), (k, "key_map")):
+        weights = torch.from_numpy(case.extra[name])
+        u = x @ weights[:, :-1] + weights[:, -1:]
+        features.append(torch.cat([u, -u], dim=-1).softmax(dim=-1))
+    similarity = (features[0] @ features[1].mT).tril()
+    other = ((similarity @ v) / similarity.sum(dim=-1, keepdim=True)).numpy()
+    want = reference(variant, case)
+    assert relative_error(run_kernel(variant, case), want) < 2 * relative_error(other, want)
+
+
 def test_what_is_missing_is_rejected_with_a_reason() -> None:
-    both_sides = HybridVariant(2, 2, 8, 8, 0.3, 10, 10, feature_map="elu")
-    rejection = TEMPLATE.supports(both_sides)
-    assert rejection is not None and "both sides of a window" in rejection.reason
     rejection = TEMPLATE.supports(AttentionVariant(2, 2, 8, 8, 0.3))
     assert rejection is not None and "Attention" in rejection.reason
 
 
 def test_feature_maps_are_those_with_code() -> None:
     pytest.importorskip("tvm", reason="apache-tvm is not installed")
-    from subquad.kernels.templates.linear import FEATURE_KERNELS
+    from subquad.kernels.templates.feature_kernels import FEATURE_KERNELS
 
     assert tuple(FEATURE_KERNELS) == CPU_FEATURE_MAPS

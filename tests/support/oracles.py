@@ -106,20 +106,26 @@ def random_case(
         key_mask=mask,
         query_positions=key_positions[:, kv_len - query_len :],
         key_positions=key_positions,
-        extra=_biases(rng, variant, batch, query_len, kv_len),
+        extra=_extra(rng, variant, batch, query_len, kv_len),
     )
 
 
-def _biases(
+def _extra(
     rng: np.random.Generator, variant: Any, batch: int, query_len: int, kv_len: int
 ) -> dict[str, NDArray[np.float32]]:
-    """Inputs of ``Attention`` only: values of the size that scores have, a tenth of them hiding."""
+    """Inputs of one operator: biases of the size that scores have, a tenth of them hiding."""
     sizes = {"batch": batch, "query_len": query_len, "kv_len": kv_len}
     extra = {}
     for spec in variant.inputs[6:]:
         if spec is None or spec.dtype != "float32":
             continue
         array = _normal(rng, 1.0, *(sizes.get(dim, dim) for dim in spec.dims))
+        if spec.name in ("query_map", "key_map"):
+            array *= np.float32(0.7)
+        if spec.name == "log_decay":
+            array = np.float32(-0.1) * np.abs(array)
+        if spec.name == "window_gain":
+            array = rng.uniform(0.1, 1.1, array.shape).astype(np.float32)
         if spec.name == "slopes":
             array = rng.uniform(0.05, 0.5, array.shape).astype(np.float32)
         if spec.name in ("key_bias", "score_bias"):
@@ -156,6 +162,7 @@ def prefix(case: Case, start: int, end: int) -> Case:
         key_mask=case.key_mask[:, :end],
         query_positions=case.query_positions[:, start:end],
         key_positions=case.key_positions[:, :end],
+        extra=case.extra,
     )
 
 
