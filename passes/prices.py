@@ -199,17 +199,17 @@ def _(variant: HybridVariant, shape: Shape) -> float | Rejection:
     keys += _far_sinks(shape.length, variant.window_left, variant.sinks)
     width = variant.num_heads * (variant.head_dim + variant.value_dim)
     exact = 2.0 * keys * width
-    features = _features(variant)
+    features = variant.feature_dim
     near = CHUNK * variant.num_heads * (features + variant.value_dim) if features else 0
     sums = 4.0 * features * variant.value_dim * variant.num_heads
-    return shape.batch * shape.length * (exact + near + sums + _map_flops(variant, features))
+    return shape.batch * shape.length * (exact + near + sums + _map_flops(variant))
 
 
 @state_bytes.register
 def _(variant: HybridVariant, shape: Shape) -> float | Rejection:
     window = variant.window_left if variant.has_window else -2
     kept = _cache(variant, shape.length, window, variant.sinks)
-    features = _features(variant)
+    features = variant.feature_dim
     return shape.batch * (kept + 4.0 * variant.num_kv_heads * features * (variant.value_dim + 1))
 
 
@@ -274,14 +274,9 @@ def _cache(
     return 4.0 * keys * variant.num_kv_heads * (variant.head_dim + variant.value_dim)
 
 
-def _features(variant: HybridVariant) -> int:
-    from subquad.kernels.hybrid.feature_maps import get_feature_map
-
-    return variant.head_dim if get_feature_map(variant.feature_map) is not None else 0
-
-
-def _map_flops(variant: HybridVariant, features: int) -> float:
-    return 0.0
+def _map_flops(variant: HybridVariant) -> float:
+    """Products of the feature map's weights with queries and keys."""
+    return 2.0 * variant.head_dim * variant.map_dim * (variant.num_heads + variant.num_kv_heads)
 
 
 def cheapest_length(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from subquad.passes.methods import block_sparse, dense, elu, window
+from subquad.passes.methods import block_sparse, dense, elu, hedgehog, lolcats, window
 from subquad.passes.methods.base import Method, Parameters
 from subquad.runtime.errors import UsageError
 
@@ -16,6 +16,8 @@ METHODS: tuple[Method[Any], ...] = (
     window.METHOD,
     elu.METHOD,
     block_sparse.METHOD,
+    hedgehog.METHOD,
+    lolcats.METHOD,
 )
 
 

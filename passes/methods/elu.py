@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from subquad.kernels.hybrid.feature_maps import ELU
 from subquad.kernels.hybrid.semantics import HybridVariant
-from subquad.kernels.operator import UNLIMITED
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, Wanted
+from subquad.passes.methods.linear_part import linear_rejection
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -36,18 +36,7 @@ class EluMethod(OneNode):
     parameters: type[EluParameters] = EluParameters
 
     def supports(self, site: AttentionSite, params: EluParameters) -> Rejection | None:
-        if site.softcap:
-            return Rejection(
-                f"softcap {site.softcap:g}: linear attention forms no scores to cap",
-                where=site.name,
-            )
-        if site.mask.window_left != UNLIMITED or site.mask.window_right > 0:
-            return Rejection(
-                f"mask is {site.mask.describe()}: a sum over past keys cannot forget them by "
-                "distance, and a finite band is already linear in the length",
-                where=site.name,
-            )
-        return None
+        return linear_rejection(site)
 
     def lower(self, site: AttentionSite, params: EluParameters) -> HybridVariant:
         return HybridVariant(

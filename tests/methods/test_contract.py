@@ -24,6 +24,8 @@ PARAMETERS = {
     "dense": ["dense"],
     "window": ["window:3,sinks=2", "window:20,sinks=0"],
     "elu": ["elu"],
+    "hedgehog": ["hedgehog", "hedgehog:dims=3"],
+    "lolcats": ["lolcats:5,sinks=2", "lolcats:70,dims=4,mix=lse"],
     "block_sparse": [
         "block_sparse:0.6,block=8",
         "block_sparse:0.8,block=16,selector=causal,sinks=0",
@@ -146,6 +148,20 @@ def test_every_method_is_covered() -> None:
     assert set(PARAMETERS) == {method.name for method in METHODS}
     for method in METHODS:
         assert any(lowered.method is method for lowered in ACCEPTED)
+
+
+@every_accepted
+def test_tensors_are_the_inputs_that_the_site_does_not_have(lowered: Lowered) -> None:
+    _, params = parse_method(lowered.text)
+    tensors = lowered.method.tensors(lowered.site, params)
+    prepared = lowered.method.prepare(lowered.site, params)
+    made = {spec.name for variant in prepared for spec in variant.outputs}
+    wanted = [spec for spec in lowered.variant.inputs[6:] if spec is not None]
+    for spec in wanted:
+        if spec.name not in made:
+            assert tensors[spec.name].shape == spec.dims
+            assert tensors[spec.name].dtype == spec.dtype
+            assert np.isfinite(tensors[spec.name]).all()
 
 
 def test_every_rejection_has_a_reason_and_a_place() -> None:

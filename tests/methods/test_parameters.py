@@ -15,6 +15,7 @@ from subquad.runtime.errors import UsageError
     [
         ("dense", "dense"),
         ("elu", "elu"),
+        ("lolcats:32,mix=lse", "lolcats:size=32,sinks=0,dims=0,mix=lse"),
         ("window:128", "window:size=128,sinks=4"),
         ("block_sparse", "block_sparse:tau=0.97,block=64,selector=pooled,sinks=1"),
         (
@@ -34,8 +35,8 @@ def test_parse_method(text: str, canonical: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "unknown method ''; known: dense, window, elu, block_sparse"),
-        ("hedgehog", "unknown method 'hedgehog'; known: dense, window, elu, block_sparse"),
+        ("", "unknown method ''; known: dense, window, elu, block_sparse, hedgehog, lolcats"),
+        ("performer", "unknown method 'performer'; known: dense, window, elu"),
         ("window", "parameter 'size' is missing"),
         ("window:", "expected parameters after the colon"),
         ("window:sinks=4", "parameter 'size' is missing"),
