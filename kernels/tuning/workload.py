@@ -19,7 +19,7 @@ from subquad.runtime.errors import UsageError
 
 Feeds = dict[str, NDArray[Any]]
 
-LOAD = 0.3
+DENSITY = 0.3
 """Share of the key blocks in the lists of block-sparse operators."""
 
 _SIZES = {"batch": 1, "length": 1024, "queries": 0}
@@ -56,7 +56,7 @@ class Workload:
         Raises:
             ValueError: as ``example_inputs``.
         """
-        sizes = Sizes(self.batch, self.query_len, self.kv_len, load=LOAD)
+        sizes = Sizes(self.batch, self.query_len, self.kv_len, density=DENSITY)
         feeds = example_inputs(variant, sizes, seed)
         start = np.where(np.arange(self.batch) % 2 == 1, padding, 0)[:, None]
         for name in ("query_positions", "key_positions"):
