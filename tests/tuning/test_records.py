@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import pytest
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.host.targets import X86_64_V3
 from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.kernel import CPU_TEMPLATES
+from subquad.kernels.operators import OPERATORS
+from subquad.kernels.templates.space import Space
 from subquad.kernels.tuning import choose
 from subquad.kernels.tuning.bucket import bucket_of, distance
 from subquad.kernels.tuning.choose import (
@@ -25,6 +29,7 @@ from subquad.kernels.tuning.choose import (
     hinted_length,
     make_key,
     open_book,
+    tuning_space,
     user_records,
 )
 from subquad.kernels.tuning.records import (
@@ -34,7 +39,8 @@ from subquad.kernels.tuning.records import (
     merge_records,
     read_records,
 )
-from subquad.kernels.tuning.workload import Workload
+from subquad.kernels.tuning.tune import find_target
+from subquad.kernels.tuning.workload import Workload, parse_shape
 from subquad.runtime.errors import OutputError, UsageError
 from tuning_cases import KEY, PLACE, SPACE, VARIANT, WORK, failed, record
 
@@ -271,3 +277,19 @@ def test_template_without_parameters() -> None:
 @pytest.mark.parametrize(("longest", "hint"), [(None, 2048), (512, 512), (131072, 4096)])
 def test_hinted_length(longest: int | None, hint: int) -> None:
     assert hinted_length(longest) == hint
+
+
+def test_shipped_shapes_and_records() -> None:
+    """The shapes that are tuned for the package can be tuned, and what ships can be used today."""
+    settings = tomllib.loads((choose.SHIPPED / "tune.toml").read_text("utf-8"))["tune"]
+    shapes = [parse_shape(text, OPERATORS) for text in settings["shapes"]]
+    target = find_target(settings["target"])
+    spaces = {}
+    for variant, workload in shapes:
+        space = tuning_space(variant, target, CPU_TEMPLATES)
+        assert isinstance(space, Space), (variant, space)
+        spaces[bucket_of(variant, workload)] = space
+    for path in choose.SHIPPED.glob("*.jsonl"):
+        for item in read_records(path):
+            assert item.confirmed and item.key.target == path.stem == target.name
+            assert spaces[item.key.bucket].fits(dict(item.params)), item
