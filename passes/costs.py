@@ -105,9 +105,11 @@ class CostCurve:
     @property
     def title(self) -> str:
         """The operator with those of its choices that are not the usual ones, for people."""
-        usual = (False, -1, "none", "lse", None, 0)
+        usual = (-1, "none", "lse")
         choices = {
-            name: value for name, value in json.loads(self.bucket).items() if value not in usual
+            name: value
+            for name, value in json.loads(self.bucket).items()
+            if value and value not in usual
         }
         return f"{self.operator} " + " ".join(f"{name}={value}" for name, value in choices.items())
 
