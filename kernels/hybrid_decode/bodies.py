@@ -76,7 +76,11 @@ def state_body(body: Body, variant: StateVariant, given: Mapping[str, ir.Value])
         keys, values, counted = _leaving(body, variant, row)
         feature_map = get_feature_map(variant.feature_map)
         assert feature_map is not None
-        features = body("Mul", feature_map.build(body, keys), body.unsqueeze(counted, 1, 3))
+        features = body(
+            "Mul",
+            feature_map.build(body, keys, given.get("key_map")),
+            body.unsqueeze(counted, 1, 3),
+        )
         sums, normaliser = _sums(body, features, values)
         state |= {"linear_state": sums, "linear_normaliser": normaliser}
     return state
@@ -169,8 +173,12 @@ def _linear(
     feature_map = get_feature_map(variant.feature_map)
     assert feature_map is not None
     keys, values, counted = _leaving(body, variant, row)
-    features = body("Mul", feature_map.build(body, keys), body.unsqueeze(counted, 1, 3))
-    queries = feature_map.build(body, given["query"])
+    features = body(
+        "Mul",
+        feature_map.build(body, keys, given.get("key_map")),
+        body.unsqueeze(counted, 1, 3),
+    )
+    queries = feature_map.build(body, given["query"], given.get("query_map"))
     kv_heads, width = variant.num_kv_heads, variant.feature_dim
     folded = body.reshape(queries, 0, kv_heads, -1, width)
     # A column of ones gives the denominators.

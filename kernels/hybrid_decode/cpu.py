@@ -17,7 +17,7 @@ from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.parameters import TileParameters
 from subquad.runtime.errors import Rejection
 
-FEATURE_MAPS = ("elu",)
+FEATURE_MAPS = ("elu", "hedgehog", "softmax_pair")
 """Those of ``kernels/templates/steps.py``."""
 
 

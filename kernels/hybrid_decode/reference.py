@@ -105,7 +105,7 @@ class _Machine:
     def _forget_oldest(self) -> None:
         position, real, key, value = self.window.pop(0)
         if real and self.map is not None and position >= self.variant.sinks:
-            features = self.map.apply(key)
+            features = self.map.apply(key[:, None], self.inputs.get("key_map"))[:, 0]
             self.sums += features[:, :, None] * value[:, None, :]
             self.normaliser += features
 
@@ -127,7 +127,9 @@ class _Machine:
         linear = 0.0
         numerator = np.zeros(variant.value_dim)
         if self.map is not None:
-            features = self.map.apply(query)
+            weights = self.inputs.get("query_map")
+            weights = None if weights is None else weights[head : head + 1]
+            features = self.map.apply(query[None, None], weights)[0, 0]
             linear = float(features @ self.normaliser[h])
             numerator = features @ self.sums[h]
         shift = max([*scores, np.log(linear) if linear else -np.inf])

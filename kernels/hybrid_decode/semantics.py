@@ -38,7 +38,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from subquad.kernels.body import Body
-from subquad.kernels.hybrid.feature_maps import NONE, get_feature_map
+from subquad.kernels.hybrid.feature_maps import NONE
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.hybrid_decode.bodies import decode_body, state_body
 from subquad.kernels.hybrid_decode.reference import decode_steps, state_of
@@ -66,6 +66,7 @@ class StateVariant:
     allowed_left: int = UNLIMITED
     feature_map: str = NONE
     has_key_mask: bool = False
+    map_dim: int = 0
 
     def __post_init__(self) -> None:
         _ = self.prefill
@@ -86,6 +87,7 @@ class StateVariant:
             allowed_right=0,
             feature_map=self.feature_map,
             has_key_mask=self.has_key_mask,
+            map_dim=self.map_dim,
         )
 
     @property
@@ -100,8 +102,7 @@ class StateVariant:
     @property
     def feature_dim(self) -> int:
         """0 without a linear part."""
-        feature_map = get_feature_map(self.feature_map)
-        return 0 if feature_map is None else feature_map.feature_dim(self.head_dim)
+        return self.prefill.feature_dim
 
     @property
     def state(self) -> tuple[TensorSpec, ...]:
@@ -140,7 +141,8 @@ class StateVariant:
             parts.append(f"w{self.window_left}")
         if self.sinks:
             parts.append(f"sinks{self.sinks}")
-        parts += [f"l{limit_label(self.allowed_left)}", self.feature_map]
+        parts.append(f"l{limit_label(self.allowed_left)}")
+        parts.append(self.feature_map + (str(self.map_dim) if self.map_dim else ""))
         if self.has_key_mask:
             parts.append("mask")
         return "_".join(parts)
@@ -169,6 +171,11 @@ class StateVariant:
         }
         return specs | ({"key_mask": mask} if self.has_key_mask else {})
 
+    def _map(self, name: str, heads: int) -> TensorSpec | None:
+        """Weights of the feature map, as of ``HybridAttention``."""
+        dims = (heads, self.head_dim + 1, self.map_dim)
+        return TensorSpec(name, "float32", dims) if self.map_dim else None
+
     def _formal_inputs(
         self, specs: Sequence[TensorSpec | None]
     ) -> tuple[list[ir.Value], dict[str, ir.Value]]:
@@ -184,7 +191,7 @@ class StateVariant:
 class HybridStateVariant(StateVariant):
     """The state after a first piece of a sequence.
 
-    Inputs: key, value, key_mask and key_positions as of ``HybridAttention``.
+    Inputs: key, value, key_mask, key_positions and key_map as of ``HybridAttention``.
     """
 
     @property
@@ -194,7 +201,9 @@ class HybridStateVariant(StateVariant):
     @property
     def inputs(self) -> tuple[TensorSpec | None, ...]:
         new = self._tokens("kv_len", "key_positions")
-        return (new["key"], new["value"], new.get("key_mask"), new["positions"])
+        key_map = self._map("key_map", self.num_kv_heads)
+        specs = (new["key"], new["value"], new.get("key_mask"), new["positions"], key_map)
+        return specs if key_map is not None else specs[:-1]
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
@@ -216,7 +225,8 @@ class HybridStateVariant(StateVariant):
 class HybridDecodeVariant(StateVariant):
     """The next tokens, one or many.
 
-    Inputs: query, key, value, key_mask and query_positions of the new tokens, then the state.
+    Inputs: query, key, value, key_mask and query_positions of the new tokens, query_map and
+    key_map as of ``HybridAttention``, then the state.
     Outputs: the attention, then the state after these tokens.
     """
 
@@ -232,7 +242,12 @@ class HybridDecodeVariant(StateVariant):
         past = {spec.name: _past(spec) for spec in self.state}
         # A place for each part of the state in every variant: the host's operator has one list.
         state = [past.get(name) for name in STATE_NAMES]
-        specs = [query, new["key"], new["value"], new.get("key_mask"), new["positions"], *state]
+        tokens = [query, new["key"], new["value"], new.get("key_mask"), new["positions"]]
+        maps = [
+            self._map("query_map", self.num_heads),
+            self._map("key_map", self.num_kv_heads),
+        ]
+        specs = [*tokens, *maps, *state]
         while specs[-1] is None:
             specs.pop()
         return tuple(specs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
 
+from subquad.kernels.hybrid.feature_maps import LEAST_FEATURE
 from subquad.kernels.hybrid_decode.semantics import StateVariant
 from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.templates.exact import NO_MAXIMUM
@@ -149,13 +150,72 @@ class Row:
                 store_scalar(self.buffers.extra[name], value, self.batch, *at)
 
 
-def _elu_plus_one(x: Expr, lanes: int) -> Expr:
-    zero = constant(0.0, lanes)
-    return T.max(x, zero) + exp2(T.min(x, zero) * constant(LOG2_E, lanes), lanes)
+def _elu(row: Row, u: Line, dims: int, features: Line) -> None:
+    def apply(at: Expr, lanes: int) -> None:
+        x, zero = bind(u.load(at, lanes)), constant(0.0, lanes)
+        value = T.max(x, zero) + exp2(T.min(x, zero) * constant(LOG2_E, lanes), lanes)
+        features.store(value, at, lanes)
+
+    row.each(dims, apply)
 
 
-STEP_FEATURES: Mapping[str, Callable[[Expr, int], Expr]] = {"elu": _elu_plus_one}
-"""Feature maps on vectors of dims."""
+def _signed(row: Row, u: Line, dims: int, features: Line) -> None:
+    """``u``, then ``-u``, in units of base 2."""
+    for first, factor in ((0, LOG2_E), (dims, -LOG2_E)):
+        row.each(
+            dims,
+            lambda at, lanes, first=first, factor=factor: features.store(  # type: ignore[misc]
+                u.load(at, lanes) * constant(factor, lanes), at + first, lanes
+            ),
+        )
+
+
+def _softmax(row: Row, line: Line, first: int, size: int, least: float = 0.0) -> None:
+    """Softmax of ``line[first : first + size]`` in base 2, in place."""
+    lanes = row.lanes
+    cells = T.alloc_buffer((2, lanes), "float32", scope="local")
+    highest, total = Line(cells, (index(0),)), Line(cells, (index(1),))
+    highest.store(constant(NO_MAXIMUM, lanes), index(0), lanes)
+    total.store(constant(0.0, lanes), index(0), lanes)
+
+    def raise_(at: Expr, n: int) -> None:
+        highest.store(T.max(highest.load(index(0), n), line.load(at + first, n)), index(0), n)
+
+    row.each(size, raise_)
+    maximum = bind(_fold_lanes(highest, lanes, T.max))
+
+    def power(at: Expr, n: int) -> None:
+        value = exp2(line.load(at + first, n) - broadcast(maximum, n), n)
+        line.store(value, at + first, n)
+        total.store(total.load(index(0), n) + value, index(0), n)
+
+    row.each(size, power)
+    inverse = bind(T.float32(1.0) / _fold_lanes(total, lanes, lambda a, b: a + b))
+
+    def scale(at: Expr, n: int) -> None:
+        value = line.load(at + first, n) * broadcast(inverse, n)
+        line.store(T.max(value, constant(least, n)), at + first, n)
+
+    row.each(size, scale)
+
+
+def _hedgehog(row: Row, u: Line, dims: int, features: Line) -> None:
+    _signed(row, u, dims, features)
+    _softmax(row, features, 0, 2 * dims)
+
+
+def _softmax_pair(row: Row, u: Line, dims: int, features: Line) -> None:
+    _signed(row, u, dims, features)
+    _softmax(row, features, 0, dims, LEAST_FEATURE)
+    _softmax(row, features, dims, dims, LEAST_FEATURE)
+
+
+STEP_FEATURES: Mapping[str, Callable[[Row, Line, int, Line], None]] = {
+    "elu": _elu,
+    "hedgehog": _hedgehog,
+    "softmax_pair": _softmax_pair,
+}
+"""Feature maps of one row, from ``u`` (or from the row itself where a map has no weights)."""
 
 
 class LinearState:
@@ -167,6 +227,7 @@ class LinearState:
         self.value_dim = row.variant.value_dim
         self.map = STEP_FEATURES[row.variant.feature_map]
         self.line = local_line(self.features)
+        self.projected = local_line(max(row.variant.map_dim, 1))
 
     def start(self, past: bool) -> None:
         row = self.row
@@ -182,26 +243,31 @@ class LinearState:
         else:
             row.clear(normaliser, self.features)
 
-    def _map(self, source: Line) -> Line:
-        def apply(at: Expr, lanes: int) -> None:
-            self.line.store(self.map(source.load(at, lanes), lanes), at, lanes)
-
-        self.row.each(self.row.variant.head_dim, apply)
+    def _map(self, source: Line, weights: str, head: Expr) -> Line:
+        row, dims = self.row, self.row.variant.map_dim
+        u = source
+        if dims:
+            u = self.projected
+            matrix = row.buffers.extra[weights]
+            row.copy(Line(matrix, (head, index(row.variant.head_dim))), u, dims)
+            with T.serial(index(row.variant.head_dim)) as d:
+                row.add_multiple(source.at(d), Line(matrix, (head, d)), u, dims)
+        self.map(row, u, dims or row.variant.head_dim, self.line)
         return self.line
 
     def fold(self, key: Line, value: Line) -> None:
         """Add one token."""
         row = self.row
-        features = self._map(key)
+        features = self._map(key, "key_map", row.kv_head)
         with T.serial(index(self.features)) as f:
             row.add_multiple(features.at(f), value, row.state("linear_state", f), self.value_dim)
         one = T.float32(1.0)
         row.add_multiple(one, features, row.state("linear_normaliser"), self.features)
 
-    def sums(self, query: Line, numerator: Line) -> Expr:
+    def sums(self, query: Line, head: Expr, numerator: Line) -> Expr:
         """The numerator, and the denominator returned."""
         row = self.row
-        features = self._map(query)
+        features = self._map(query, "query_map", head)
         row.clear(numerator, self.value_dim)
         with T.serial(index(self.features)) as f:
             row.add_multiple(
@@ -494,7 +560,7 @@ class _Steps:
         exact_factor: Expr = T.float32(1.0)
         linear_factor: Expr | None = None
         if self.linear is not None:
-            denominator = self.linear.sums(query, self.numerator)
+            denominator = self.linear.sums(query, head, self.numerator)
             exact_factor, linear_factor = _common_shift(maximum, denominator)
             total = bind(total * exact_factor + denominator * linear_factor)
         inverse = bind(T.float32(1.0) / T.max(total, T.float32(1e-37)))

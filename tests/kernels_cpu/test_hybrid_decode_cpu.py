@@ -23,7 +23,7 @@ REAL_SIZES = HybridVariant(3, 1, 64, 80, 0.125, 63, 0, 4, -1, 0, "elu", has_key_
 TOLERANCE = 1e-6
 
 
-FAST = (HYBRIDS[0], HYBRIDS[6], REAL_SIZES)
+FAST = (HYBRIDS[0], HYBRIDS[8], REAL_SIZES)
 """Compiling a kernel takes seconds; the others are slow tests."""
 
 

@@ -31,6 +31,8 @@ HYBRIDS = [
     HybridVariant(*SIZES, -1, -1, 0, -1, 0, "elu"),
     HybridVariant(*SIZES, 5, 0, 8, 30, 0, has_key_mask=True),
     HybridVariant(*SIZES, -1, -1, 3, -1, 0, has_key_mask=True),
+    HybridVariant(*SIZES, 9, 0, 2, -1, 0, "hedgehog", has_key_mask=True, map_dim=6),
+    HybridVariant(*SIZES, 9, 0, 0, -1, 0, "softmax_pair", map_dim=9),
 ]
 
 
@@ -46,6 +48,7 @@ def piece(case: Case, variant: OperatorVariant, start: int, end: int) -> Feeds:
     feeds: Feeds = {name: getattr(case, name)[:, :, start:end] for name in names}
     feeds["key_mask"] = case.key_mask[:, start:end]
     feeds["query_positions"] = feeds["key_positions"] = case.key_positions[:, start:end]
+    feeds |= case.extra
     wanted = present_inputs(variant)
     return {name: np.ascontiguousarray(feeds[name]) for name in wanted if name in feeds}
 
