@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import slow_kernels
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.one_node import one_node_model
+from subquad.kernels.operator import OperatorVariant
 
 TEMPLATES = {"Attention": "slow_kernels:TEMPLATE"}
 
@@ -33,7 +34,7 @@ CAPPED = AttentionVariant(4, 2, 8, 5, 0.3, softcap=2.5)
 Feeds = dict[str, NDArray[Any]]
 
 
-def open_node(variant: AttentionVariant, library: Path | None, threads: int = 1) -> Any:
+def open_node(variant: OperatorVariant, library: Path | None, threads: int = 1) -> Any:
     """A session of one node of ``variant``."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
