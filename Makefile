@@ -22,7 +22,7 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-models test-node test-browser lint format \
+.PHONY: help install demo test test-all test-models test-node test-browser test-gpu-schedules lint format \
   bench bench-must bench-full models clean
 
 help:  ## list the targets
@@ -58,8 +58,9 @@ demo: $(INSTALLED)  ## convert the small model in examples/, check it, time it
 	@echo "The artifact is $(DEMO); what was done and why is in $(DEMO)/report.json."
 	@echo "Run it: $(SUBQUAD) run $(DEMO) --text 'def main('"
 
-test: $(INSTALLED)  ## fast tests (leaves out the markers slow, models, node, browser)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow and not models and not node and not browser" $(PYTEST_ARGS)
+test: $(INSTALLED)  ## fast tests (leaves out the markers slow, models, node, browser, gpu_schedules)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 \
+	  -m "not slow and not models and not node and not browser and not gpu_schedules" $(PYTEST_ARGS)
 
 test-all: $(INSTALLED_MODELS)  ## every test; downloads checkpoints, needs Node.js and npm
 	$(PY) -m pytest $(PYTEST_ARGS)
@@ -72,6 +73,9 @@ test-node: $(INSTALLED)  ## artifacts in other ONNX Runtimes; needs Node.js and 
 
 test-browser: $(INSTALLED)  ## the report page in Chromium (apt-get install chromium)
 	$(PY) -m pytest -m browser $(PYTEST_ARGS)
+
+test-gpu-schedules: $(INSTALLED)  ## GPU kernels on this CPU; needs PoCL (apt-get install pocl-opencl-icd)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/gpu -m gpu_schedules $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## ruff, mypy, direction of imports
 	$(VENV)/bin/ruff check .

@@ -396,7 +396,15 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
 @click.option(
     "--require-kernels",
     is_flag=True,
-    help="Fail (exit 6) unless every attention gets a kernel; implies --kernels cpu.",
+    help="Fail (exit 6) unless every attention gets a kernel, for every --target; without one it "
+    "implies --kernels cpu.",
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="cuda:ARCH",
+    help="Also compile CUDA kernels for this GPU, e.g. cuda:sm_90; may repeat. Needs nvcc, no GPU.",
 )
 @click.option(
     "--tuning/--no-tuning",
@@ -441,6 +449,7 @@ def convert(
     strict_causal: bool,
     kernels: str,
     require_kernels: bool,
+    targets: tuple[str, ...],
     tuning: bool,
     tuning_records: tuple[Path, ...],
     tuning_length: int | None,
@@ -450,6 +459,11 @@ def convert(
     """Convert SOURCE into the artifact directory OUTPUT."""
     if budget and (force or plan):
         raise UsageError("--budget makes a plan; it goes neither with --force nor with --plan.")
+    if targets and (budget or distil is not None):
+        raise UsageError(
+            "--target goes neither with --budget nor with --distil: make a plan with "
+            "`subquad plan`, then convert with --plan and --target."
+        )
     shared: dict[str, Any] = {
         "overwrite": overwrite,
         "require_sites": require_sites,
@@ -527,6 +541,7 @@ def convert(
                 allow_declined=allow_declined,
                 seed=seed,
                 strict_causal=strict_causal,
+                targets=targets,
                 progress=progress,
                 **shared,
             )
@@ -544,6 +559,7 @@ def convert(
         _print_plan(console, report["planning"])
     if distil is not None:
         _print_distillation(console, report["distillation"])
+    _print_gpu_kernels(console, report["sites"])
     seconds = sum(report["seconds"].values())
     peak = report.get("peak_rss_bytes")
     console.print(f"wrote {report['output']} in {seconds:.1f} s, peak memory {_size(peak)}")
@@ -1269,6 +1285,18 @@ def _print_tuned_sites(console: Console, records: Sequence[Mapping[str, Any]]) -
     if counts:
         text = ", ".join(f"{line}: {count}" for line, count in counts.items())
         console.print(f"kernel parameters: {text}", markup=False, highlight=False)
+
+
+def _print_gpu_kernels(console: Console, sites: Sequence[Mapping[str, Any]]) -> None:
+    for target in sites[0]["gpu_kernels"] if sites else ():
+        texts = [site["gpu_kernels"][target] for site in sites]
+        missing = [text for text in texts if text.startswith("no kernel")]
+        console.print(
+            f"{target}: {len(texts) - len(missing)} of {len(texts)} attentions have a kernel, "
+            "which has not run on a GPU"
+        )
+        for text in dict.fromkeys(missing):
+            console.print(f"  {text}", style="dim")
 
 
 def _print_rejections(console: Console, rejections: Sequence[Mapping[str, str]]) -> None:

@@ -30,9 +30,11 @@ from subquad import __version__
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.check import check_artifact
 from subquad.converter.emit import copy_files, place_files, write_models
+from subquad.converter.gpu import gpu_records, template_name, write_gpu_kernels
 from subquad.converter.html_report import html_report
 from subquad.converter.source import trace
 from subquad.converter.traced import TracedModel
+from subquad.kernels.gpu import GpuTarget
 from subquad.kernels.host.build import (
     LIBRARY_NAME,
     KernelBuild,
@@ -40,6 +42,7 @@ from subquad.kernels.host.build import (
     fields_of,
     variant_key,
 )
+from subquad.kernels.host.gpu_build import build_gpu_kernels, parse_target
 from subquad.kernels.kernel import CPU_TEMPLATES
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TunedParameters, TuningOptions
 from subquad.passes.canonicalise import canonicalise
@@ -242,6 +245,7 @@ def convert(
     strict_causal: bool = False,
     kernels: KernelKind = "none",
     require_kernels: bool = False,
+    targets: Sequence[str] = (),
     templates: Mapping[str, str] = CPU_TEMPLATES,
     tuning: TuningOptions = DEFAULT_TUNING,
     progress: Progress | None = None,
@@ -262,7 +266,9 @@ def convert(
         strict_causal: exclude methods that are causal only at a granularity above one token.
         kernels: ``cpu`` adds compiled kernels where they can be built. What has none, and why, is
             in the report; it runs as ONNX functions.
-        require_kernels: an attention without a kernel is an error; implies ``kernels="cpu"``.
+        require_kernels: an attention without a kernel is an error, for every target; implies
+            ``kernels="cpu"`` where there are no targets.
+        targets: GPUs to compile kernels for beside the graph, e.g. ``cuda:sm_90``; no GPU needed.
         templates: operator -> ``module:attribute`` of the template of its kernels.
         tuning: which records the parameters of the kernels come from.
         progress: called with each stage's name.
@@ -276,6 +282,7 @@ def convert(
     """
     if kernels not in get_args(KernelKind):
         raise UsageError(f"kernels must be none or cpu, got {kernels!r}")
+    gpus = tuple(dict.fromkeys(parse_target(text) for text in targets))
     selection = Selection.of(
         force, sites, plan, strict_causal=strict_causal, allow_declined=allow_declined
     )
@@ -296,6 +303,7 @@ def convert(
             seed=seed,
             kernels=kernels,
             require_kernels=require_kernels,
+            gpus=gpus,
             templates=templates,
             tuning=tuning,
         )
@@ -315,6 +323,7 @@ def write_artifact(
     seed: int,
     kernels: KernelKind = "none",
     require_kernels: bool = False,
+    gpus: Sequence[GpuTarget] = (),
     templates: Mapping[str, str] = CPU_TEMPLATES,
     tuning: TuningOptions = DEFAULT_TUNING,
     facts: Mapping[str, Any] | None = None,
@@ -330,6 +339,7 @@ def write_artifact(
         clock: takes the seconds of each stage.
         shown_as: where ``folder`` will be.
         seed, kernels, require_kernels, templates, tuning: as ``convert``.
+        gpus: its targets.
         facts: further entries of ``report.json``.
         repair: changes weights of the rewritten model; returns more entries.
         finish: looks at the checked artifact before its report is written; returns more entries.
@@ -345,22 +355,34 @@ def write_artifact(
         with clock.stage("repair"):
             repaired = repair(traced.model, plan)
     built, parameters = KernelBuild(), TunedParameters(templates)
-    if kernels == "cpu" or require_kernels:
+    if kernels == "cpu" or (require_kernels and not gpus):
         with clock.stage("kernels"):
             parameters = tuning.parameters(templates, traced.max_length)
             built = build_kernels(
                 [v for site in variants for v in site], templates=templates, params=parameters.of
             )
             if require_kernels:
-                _refuse_missing_kernels(plan, variants, built)
-    names = {key: _template_name(place) for key, place in built.served.items()}
+                _refuse_missing_kernels(plan, variants, built.declined)
+    gpu_builds = []
+    for gpu in gpus:
+        with clock.stage(f"kernels {gpu.name}"):
+            gpu_builds.append(build_gpu_kernels([v for site in variants for v in site], gpu))
+            if require_kernels:
+                _refuse_missing_kernels(plan, variants, gpu_builds[-1].declined)
+    names = {key: template_name(place) for key, place in built.served.items()}
     lowered = lower_sites(traced.model, variants, names, built.declined)
     records = tuple(
-        _site_record(assignment, site, _describe(of_site, built, parameters))
+        _site_record(
+            assignment,
+            site,
+            _describe(of_site, built, parameters),
+            gpu_records(of_site, gpu_builds),
+        )
         for assignment, site, of_site in zip(plan, lowered, variants, strict=True)
     )
     with clock.stage("emit"):
         files, libraries = _write_libraries(built, folder)
+        files |= write_gpu_kernels(gpu_builds, folder)
         files |= _write(traced, folder)
         manifest = Manifest(
             source=_source(traced),
@@ -448,13 +470,15 @@ def _refuse_declined(plan: Sequence[Assignment]) -> None:
 
 
 def _refuse_missing_kernels(
-    plan: Sequence[Assignment], variants: Sequence[SiteVariants], built: KernelBuild
+    plan: Sequence[Assignment],
+    variants: Sequence[SiteVariants],
+    declined: Mapping[tuple[str, str], Rejection],
 ) -> None:
     missing = [
-        (assignment.site.name, built.declined[key].reason)
+        (assignment.site.name, declined[key].reason)
         for assignment, of_site in zip(plan, variants, strict=True)
         for variant in of_site
-        if (key := (variant.op_type, variant.overload)) in built.declined
+        if (key := (variant.op_type, variant.overload)) in declined
     ]
     if missing:
         raise TargetUnavailableError(
@@ -462,11 +486,6 @@ def _refuse_missing_kernels(
             "attentions have none; "
             f"{missing[0][0]}: {missing[0][1]}"
         )
-
-
-def _template_name(place: str) -> str:
-    """``attention.cpu`` for ``subquad.kernels.attention.cpu:TEMPLATE``."""
-    return place.partition(":")[0].removeprefix("subquad.kernels.")
 
 
 def _write_libraries(
@@ -517,6 +536,7 @@ def _site_record(
     assignment: Assignment,
     lowered: LoweredSite | None = None,
     variants: tuple[dict[str, Any], ...] = (),
+    gpu_kernels: Mapping[str, str] | None = None,
 ) -> SiteRecord:
     reasons = [] if assignment.declined is None else [assignment.declined.reason]
     if lowered is not None and lowered.reason:
@@ -532,6 +552,7 @@ def _site_record(
         causal_granularity=assignment.method.causal_granularity(assignment.params),
         piece_granularity=assignment.method.piece_granularity(assignment.params),
         variants=variants,
+        gpu_kernels=dict(gpu_kernels or {}),
     )
 
 

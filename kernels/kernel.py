@@ -96,6 +96,12 @@ CPU_TEMPLATES: Mapping[str, str] = {
 }
 """Operator -> ``module:attribute`` of its CPU template."""
 
+GPU_TEMPLATES: Mapping[str, str] = {
+    "Attention": "subquad.kernels.attention.cuda:TEMPLATE",
+    "HybridAttention": "subquad.kernels.hybrid.cuda:TEMPLATE",
+}
+"""Operator -> ``module:attribute`` of its GPU template, whose ``build`` takes a ``GpuTarget``."""
+
 
 def load_template(op_type: str, templates: Mapping[str, str]) -> KernelTemplate | Rejection:
     """The template of an operator, imported; or why there is none."""

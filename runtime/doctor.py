@@ -15,6 +15,7 @@ from typing import Any
 
 from subquad.runtime import onnx_wire
 from subquad.runtime.errors import SubquadError, TargetUnavailableError, UsageError
+from subquad.runtime.gpu_kernels import CUDA_ARCHS, RUN_ON_A_GPU, compute_capability
 from subquad.runtime.jsonable import json_ready
 from subquad.runtime.machine import cpu_flags, cpu_model, memory_bytes, usable_cores, versions
 from subquad.runtime.session import CPU, PROVIDERS, onnxruntime, open_session
@@ -91,6 +92,7 @@ def examine() -> DoctorReport:
         _program(
             "nvcc", ("nvcc",), "Only needed to compile CUDA kernels. Install the CUDA toolkit."
         ),
+        _cuda_kernels(),
         _tvm(),
     ]
     return DoctorReport(tuple(checks))
@@ -210,3 +212,26 @@ def _tvm() -> Check:
     found = versions(("apache-tvm",))["apache-tvm"]
     advice = "Only needed to build compiled kernels. pip install 'subquad[kernels]'"
     return Check("tvm", found is not None, found or "not installed", "" if found else advice)
+
+
+def _cuda_kernels() -> Check:
+    """What `convert --target` can compile here, and what is known of the result."""
+    known = ", ".join(f"cuda:{arch}" for arch in CUDA_ARCHS)
+    absent = [name for name in ("nvcc", "g++") if shutil.which(name) is None]
+    if versions(("apache-tvm",))["apache-tvm"] is None:
+        absent.append("apache-tvm")
+    try:
+        major, minor = compute_capability()
+        device = f"this GPU is sm_{major}{minor}"
+    except TargetUnavailableError:
+        device = "there is no GPU here to run them"
+    history = "" if RUN_ON_A_GPU else "; these kernels have never run on a GPU"
+    if absent:
+        missing = ", ".join(absent)
+        return Check(
+            "cuda kernels",
+            False,
+            f"cannot be compiled: {missing} missing",
+            f"Only needed for convert --target (one of {known}){history}.",
+        )
+    return Check("cuda kernels", True, f"{known} can be compiled; {device}{history}")

@@ -69,6 +69,8 @@ class SiteRecord:
         variants: what ``prepared`` and ``operator`` compute, in this order: ``{"operator": …,
             "fields": {…}, "tuning": {target: {"how": "tuned" | "nearest" | "default", "params":
             {…}, "note": …}}}``: all static choices, and where its kernel's parameters come from.
+        gpu_kernels: GPU target -> template of the kernel for it, or ``no kernel: `` and the reason;
+            they are beside the graph, see ``runtime/gpu_kernels.py``.
     """
 
     site: dict[str, Any]
@@ -81,6 +83,7 @@ class SiteRecord:
     causal_granularity: int = 1
     piece_granularity: int = 1
     variants: tuple[dict[str, Any], ...] = ()
+    gpu_kernels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,8 @@ def _parse_site(item: object) -> SiteRecord:
     for key, least in (("causal_granularity", 1), ("piece_granularity", 0)):
         if _expect(fields.get(key, 1), int, f"sites[].{key}") < least:
             raise ValueError(f"sites[].{key} must be at least {least}")
+    for target, text in _expect(fields.get("gpu_kernels", {}), dict, "sites[].gpu_kernels").items():
+        _expect(text, str, f"sites[].gpu_kernels[{target!r}]")
     variants = _expect(fields.get("variants", []), list, "sites[].variants")
     variants = tuple(_parse_variant(item) for item in variants)
     return SiteRecord(**{**fields, "prepared": prepared, "variants": variants})

@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from subquad.kernels.gpu import GpuTarget
 from subquad.kernels.host.table import library_source
 from subquad.kernels.host.targets import CPU_TARGETS, host_targets
 from subquad.kernels.kernel import (
@@ -106,12 +107,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One kernel for one target."""
+class Job:
+    """One kernel for one target; ``object`` is the file that says it is done."""
 
     variant: OperatorVariant
     template: str
-    target: CpuTarget
+    target: CpuTarget | GpuTarget
     params: Mapping[str, int]
     object: Path
 
@@ -178,7 +179,7 @@ def build_kernels(
     targets = host_targets() if targets is None else targets
     cache = cache_folder()
     declined: dict[VariantKey, Rejection] = {}
-    jobs: list[_Job] = []
+    jobs: list[Job] = []
     for key, variant in unique.items():
         template = load_template(variant.op_type, templates)
         refusal = template if isinstance(template, Rejection) else template.supports(variant)
@@ -187,7 +188,7 @@ def build_kernels(
             continue
         place = templates[variant.op_type]
         jobs += [_job(variant, place, t, params(variant, t), cache) for t in targets]
-    failed = _compile([job for job in jobs if not job.object.exists()], kernel_seconds)
+    failed = compile_jobs([job for job in jobs if not job.object.exists()], kernel_seconds)
     declined |= {job.key: failed[job.object] for job in jobs if job.object in failed}
     good = [job for job in jobs if job.key not in declined]
     if not good:
@@ -234,7 +235,7 @@ def build_candidates(
     cache, place = cache_folder(), templates[variant.op_type]
     jobs = [_job(variant, place, target, each, cache) for each in params]
     wanted = {job.object: job for job in jobs if not job.object.exists()}
-    failed = _compile(list(wanted.values()), kernel_seconds, time.monotonic() + seconds)
+    failed = compile_jobs(list(wanted.values()), kernel_seconds, time.monotonic() + seconds)
     found: list[Candidate | Rejection] = []
     for job in jobs:
         if job.object in failed:
@@ -307,15 +308,19 @@ def _job(
     target: CpuTarget,
     params: Mapping[str, int],
     cache: Path,
-) -> _Job:
-    name = _object_key(variant, template, target, params)
-    return _Job(variant, template, target, params, cache / f"{name}.o")
+) -> Job:
+    name = object_key(variant, template, target, params)
+    return Job(variant, template, target, params, cache / f"{name}.o")
 
 
-def _object_key(
-    variant: OperatorVariant, template: str, target: CpuTarget, params: Mapping[str, int]
+def object_key(
+    variant: OperatorVariant,
+    template: str,
+    target: CpuTarget | GpuTarget,
+    params: Mapping[str, int],
+    *tools: str,
 ) -> str:
-    """Hash of all that a kernel object depends on."""
+    """Hash of all that a kernel object depends on; ``tools``: versions of further compilers."""
     facts = {
         "variant": class_name(variant),
         "fields": fields_of(variant),
@@ -325,6 +330,7 @@ def _object_key(
         "target": asdict(target),
         "params": dict(params),
         "tvm": {package: version(package) for package in TVM_SERIES},
+        "tools": tools,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -372,8 +378,8 @@ def _hash_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _compile(
-    jobs: Sequence[_Job], kernel_seconds: float, deadline: float = float("inf")
+def compile_jobs(
+    jobs: Sequence[Job], kernel_seconds: float, deadline: float = float("inf")
 ) -> dict[Path, Rejection]:
     """Make the objects of ``jobs``; returns those that failed, by object.
 
@@ -400,11 +406,11 @@ def _compile(
     return failed
 
 
-def _refusal(job: _Job, reason: str) -> Rejection:
+def _refusal(job: Job, reason: str) -> Rejection:
     return Rejection(f"the kernel for {job.target.name} was not compiled: {reason}")
 
 
-def _run_child(jobs: Sequence[_Job], kernel_seconds: float, deadline: float) -> _Child:
+def _run_child(jobs: Sequence[Job], kernel_seconds: float, deadline: float) -> _Child:
     """One child process over ``jobs``."""
     with tempfile.TemporaryDirectory(prefix="subquad-kernels-") as folder:
         task = Path(folder, "task.json")
@@ -473,7 +479,7 @@ def _ending(code: int, output: str) -> str:
     return f"the compiler process ended with status {code}{last}"
 
 
-def _link(jobs: Sequence[_Job], target: CpuTarget, cache: Path) -> Path:
+def _link(jobs: Sequence[Job], target: CpuTarget, cache: Path) -> Path:
     """The library of all ``jobs``, from the cache or linked now."""
     program = compiler()
     assert program is not None, "checked by missing_tools"
@@ -481,7 +487,7 @@ def _link(jobs: Sequence[_Job], target: CpuTarget, cache: Path) -> Path:
     source = library_source([job.variant for job in jobs], target)
     own = {path.name: path.read_bytes() for path in sorted(_HERE.glob("*.cc"))}
     own |= {path.name: path.read_bytes() for path in sorted(_HERE.glob("*.h"))}
-    digest = hashlib.sha256(_run([program, "--version"], Path()).encode())
+    digest = hashlib.sha256(run_tool([program, "--version"], Path()).encode())
     facts = [*_CFLAGS, *_LDFLAGS, _EXPORTS, target.name, source, program]
     for part in [text.encode() for text in facts] + list(own.values()):
         digest.update(hashlib.sha256(part).digest())
@@ -503,14 +509,14 @@ def _link(jobs: Sequence[_Job], target: CpuTarget, cache: Path) -> Path:
         sources = ["shim.cc", "kernels.cc"]
         export = "-Wl,--version-script=exports.map"
         command = [program, *_CFLAGS, *sources, *objects, export, *_LDFLAGS, "-o", LIBRARY_NAME]
-        _run(command, folder)
+        run_tool(command, folder)
         temporary = cache / f"{library.stem}.{os.getpid()}.part"
         shutil.copyfile(folder / LIBRARY_NAME, temporary)
         os.replace(temporary, library)
     return library
 
 
-def _link_bare(job: _Job) -> Path:
+def _link_bare(job: Job) -> Path:
     """A library of the kernel alone; what it calls is for the TVM runtime that loads it."""
     program = compiler()
     assert program is not None, "checked by missing_tools"
@@ -518,12 +524,12 @@ def _link_bare(job: _Job) -> Path:
     if not library.exists():
         temporary = library.with_name(f"{library.stem}.{os.getpid()}.part")
         flags = ["-shared", "-s", "-Wl,--build-id=none"]
-        _run([program, *flags, str(job.object), "-lm", "-o", str(temporary)], job.object.parent)
+        run_tool([program, *flags, str(job.object), "-lm", "-o", str(temporary)], job.object.parent)
         os.replace(temporary, library)
     return library
 
 
-def _run(command: Sequence[str], folder: Path) -> str:
+def run_tool(command: Sequence[str], folder: Path) -> str:
     """Output of a compiler command, in English whatever the locale."""
     try:
         done = subprocess.run(

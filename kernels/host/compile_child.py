@@ -6,8 +6,8 @@
      "kernels": [{"variant": "module:class", "fields": {...}, "template": "module:attribute",
      "target": {...}, "params": {...}, "object": "/…/key.o", "error": "/…/0.error"}, ...]}
 
-Each kernel leaves its object file, or the error file with one line. A kernel that takes the process
-down leaves neither, and the parent says so.
+Each kernel leaves its object file (for a GPU a description, and beside it a library), or the error
+file with one line. A kernel that takes the process down leaves neither, and the parent says so.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from subquad.kernels.gpu import GpuTarget
+from subquad.kernels.host.build import compiler
+from subquad.kernels.host.gpu_child import compile_library, load_driver
 from subquad.kernels.kernel import CpuTarget, KernelTemplate, kernel_symbol
 from subquad.kernels.operator import OperatorVariant
 
 
 def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    if any(_is_gpu(kernel) for kernel in task["kernels"]):
+        load_driver(_compiler())
     import tvm  # noqa: F401
 
-    task = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     Path(task["started"]).touch()
     for kernel in task["kernels"]:
         _compile(kernel)
@@ -43,6 +48,9 @@ def _compile(kernel: dict[str, Any]) -> None:
     try:
         function = template.build(variant, target, kernel["params"])
         _check_symbol(function, kernel_symbol(variant))
+        if isinstance(target, GpuTarget):
+            compile_library(function, target, final.with_suffix(".so"), _compiler())
+            return
         executable = tvm.compile(function, target=target.tvm_target())
         # The suffix tells TVM the format.
         temporary = final.with_name(f"{final.stem}.{os.getpid()}.part.o")
@@ -54,15 +62,26 @@ def _compile(kernel: dict[str, Any]) -> None:
         Path(kernel["error"]).write_text(reason, "utf-8")
 
 
+def _is_gpu(kernel: dict[str, Any]) -> bool:
+    return "arch" in kernel["target"]
+
+
+def _compiler() -> str:
+    program = compiler()
+    assert program is not None, "the parent looked for it"
+    return program
+
+
 def make_variant(place: str, fields: Mapping[str, Any]) -> OperatorVariant:
     """The variant of class ``module:class`` with fields that went through JSON."""
     variant: OperatorVariant = load_named(place)(**make_fields(fields))
     return variant
 
 
-def make_target(fields: Mapping[str, Any]) -> CpuTarget:
-    """The target with fields that went through JSON."""
-    return CpuTarget(**make_fields(fields))
+def make_target(fields: Mapping[str, Any]) -> Any:
+    """The ``CpuTarget`` or ``GpuTarget`` with fields that went through JSON."""
+    kind: type[Any] = GpuTarget if "arch" in fields else CpuTarget
+    return kind(**make_fields(fields))
 
 
 def make_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

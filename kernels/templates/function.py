@@ -33,7 +33,11 @@ def attention_function(variant: OperatorVariant, body: Callable[[Buffers], None]
             sizes: dict[Dim, Any] = {}
 
             def size(dim: Dim) -> Any:
-                return dim if isinstance(dim, int) else sizes.setdefault(dim, T.int64())
+                if isinstance(dim, int):
+                    return dim
+                if dim not in sizes:
+                    sizes[dim] = IRBuilder.name(str(dim), T.int64())
+                return sizes[dim]
 
             matched = {}
             for spec, handle in zip(specs, handles, strict=True):

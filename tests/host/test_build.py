@@ -195,9 +195,9 @@ def test_library_says_what_the_processor_lacks(
     import onnxruntime
 
     demanding = CpuTarget("demanding", "x86-64-v3", flags=("sse4a", "avx5124fmaps"))
-    key = build._object_key(PLAIN, TEMPLATES["Attention"], demanding, {})
+    key = build.object_key(PLAIN, TEMPLATES["Attention"], demanding, {})
     object_file = build.cache_folder() / f"{key}.o"
-    known = build._object_key(PLAIN, TEMPLATES["Attention"], X86_64_V3, {})
+    known = build.object_key(PLAIN, TEMPLATES["Attention"], X86_64_V3, {})
     shutil.copyfile(build.cache_folder() / f"{known}.o", object_file)
     result = build_kernels([PLAIN], targets=[demanding], templates=TEMPLATES)
     with pytest.raises(Exception, match="for demanding cannot run here: this processor has no"):
