@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-models test-node test-browser test-gpu-schedules lint format \
-  bench bench-must bench-full models clean
+  bench bench-must bench-full coverage models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -96,6 +96,9 @@ bench-must: $(INSTALLED_MODELS)  ## what must be reached, as a table; about an h
 
 bench-full: $(INSTALLED_MODELS)  ## every length, one thread and all; up to four hours
 	$(PY) benchmarks/run.py --set full $(BENCH_ARGS)
+
+coverage: $(INSTALLED)  ## write docs/coverage.md: families x exporters, an hour the first time
+	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -W ignore -m zoo.report --jobs 2
 
 models: $(INSTALLED_MODELS)  ## download the checkpoints that tests and benchmarks use
 	$(PY) tests/support/third_party.py
