@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from subquad import __version__
-from subquad.runtime.errors import SubquadError, UsageError
+from subquad.runtime.errors import ReplacementError, SubquadError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -288,8 +288,19 @@ Examples:
 @click.option(
     "--lengths", type=_IntList(), default="1024", show_default=True, help="Tokens per row of them."
 )
+@click.option(
+    "--require-sites",
+    metavar="N|all",
+    help="Fail (exit 5) unless this many attentions were recognised; all = none was declined.",
+)
 @_common
-def inspect(source: str, data: tuple[Path, ...], lengths: tuple[int, ...], as_json: bool) -> None:
+def inspect(
+    source: str,
+    data: tuple[Path, ...],
+    lengths: tuple[int, ...],
+    require_sites: str | None,
+    as_json: bool,
+) -> None:
     """Show every attention that is found, with its proved mask; writes nothing."""
     if data and _is_artifact(source):
         raise UsageError("--data needs the source: an artifact's heads are those of its source.")
@@ -317,13 +328,27 @@ def inspect(source: str, data: tuple[Path, ...], lengths: tuple[int, ...], as_js
             report = _converter().inspect_source(source, progress=progress).to_json()
     if as_json:
         _print_json(report)
-        return
-    console = _console()
-    _print_source(console, report)
-    _print_sites(console, report["sites"], converted=_is_artifact(source))
-    _print_rejections(console, report["rejections"])
-    if data:
-        _print_heads(console, report)
+    else:
+        console = _console()
+        _print_source(console, report)
+        _print_sites(console, report["sites"], converted=_is_artifact(source))
+        _print_proofs(console, report["sites"])
+        _print_rejections(console, report["rejections"])
+        if data:
+            _print_heads(console, report)
+    if require_sites is not None:
+        _check_required(report, require_sites)
+
+
+def _check_required(report: Mapping[str, Any], required: str) -> None:
+    """Whether a report lists as many attentions as ``--require-sites`` asks for."""
+    found, declined = len(report["sites"]), report["rejections"]
+    if required != "all" and not required.isdecimal():
+        raise UsageError(f"--require-sites must be a number or 'all', got {required!r}")
+    if required == "all" and declined:
+        raise ReplacementError(f"{len(declined)} attention-like subgraphs were declined, see above")
+    if required != "all" and found < int(required):
+        raise ReplacementError(f"{found} attentions were recognised, {required} required")
 
 
 @cli.command(
@@ -1254,6 +1279,31 @@ def _print_sites(
         if record["reason"]:
             line = f"{record['site']['name']}: {record['reason']}"
             console.print(line, markup=False, highlight=False)
+
+
+def _print_proofs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
+    """How the semantics of the sites were established; sites with equal proofs together."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        site = record["site"]
+        lines = [site.get("proof", {}).get("mask", "")]
+        lines += [
+            f"added to the scores: {bias['kind']}, along {bias['axes']}; no mask: {bias['reason']}"
+            for bias in site.get("biases", ())
+        ]
+        groups.setdefault("; ".join(line for line in lines if line), []).append(site)
+    for text, sites in groups.items():
+        if not text:
+            continue
+        proofs = [site["proof"] for site in sites]
+        numbers = ",".join(str(site["index"]) for site in sites)
+        line = (
+            f"proof of {numbers}: {text} "
+            f"({min(p['mask_probes'] for p in proofs)} masks and "
+            f"{min(p['node_probes'] for p in proofs)} inputs probed each, "
+            f"largest error {max(p['max_error'] for p in proofs):.1e})"
+        )
+        console.print(line, markup=False, highlight=False)
 
 
 def _print_distillation(console: Console, result: Mapping[str, Any] | None) -> None:

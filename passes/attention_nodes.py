@@ -17,6 +17,7 @@ from subquad.kernels.operator import (
     input_names,
 )
 from subquad.passes.recognise.layout import Operand
+from subquad.passes.recognise.mask import MaskKind
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class SharedInputs:
     key_mask: ir.Value | None = None
     query_positions: ir.Value | None = None
     key_positions: ir.Value | None = None
+    score_bias: ir.Value | None = None
+    sink_logits: ir.Value | None = None
 
 
 class NodeBuilder:
@@ -63,6 +66,31 @@ class NodeBuilder:
         if padding.dtype == ir.DataType.BOOL:
             return padding
         return self.op("Cast", padding, dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
+
+    def score_bias(
+        self, terms: Sequence[tuple[ir.Value, MaskKind, int]], *, score_axes: int
+    ) -> ir.Value:
+        """The sum of terms as one tensor of four axes: ``(value, how it acts, its rank)`` each.
+
+        Scores of three axes have one head, which a bias lacks as well.
+        """
+        total: ir.Value | None = None
+        for value, kind, rank in terms:
+            term = value
+            if kind != "additive":
+                zero, hidden = (
+                    self.op("Constant", value_float=number) for number in (0.0, float("-inf"))
+                )
+                chosen = (zero, hidden) if kind == "visible" else (hidden, zero)
+                term = self.op("Where", value, *chosen)
+            missing = list(range(4 - rank))
+            if score_axes == 3 and rank == 3:
+                missing = [1]
+            if missing:
+                term = self.op("Unsqueeze", term, self.ints(missing))
+            total = term if total is None else self.op("Add", total, term)
+        assert total is not None
+        return total
 
     def positions(
         self,
@@ -178,6 +206,8 @@ def variant_inputs(
         "key_mask": shared.key_mask,
         "query_positions": shared.query_positions,
         "key_positions": shared.key_positions,
+        "score_bias": shared.score_bias,
+        "sink_logits": shared.sink_logits,
         "": None,
         **(extra or {}),
     }

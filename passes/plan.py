@@ -100,9 +100,19 @@ def make_plan(sites: Sequence[AttentionSite], requests: Sequence[Request]) -> li
     plan = {site.index: Assignment(site, dense, exact) for site in sites}
     for request in requests:
         for site in select_sites(sites, request.pattern):
-            declined = request.method.supports(site, request.params)
+            declined = declined_by(request.method, site, request.params)
             if declined is None:
                 plan[site.index] = Assignment(site, request.method, request.params)
             else:
                 plan[site.index] = Assignment(site, dense, exact, declined)
     return [plan[site.index] for site in sites]
+
+
+def declined_by(method: Method[Any], site: AttentionSite, params: Any) -> Rejection | None:
+    """Why a method cannot have this site: its own reason, or a bias that only dense adds."""
+    if method.name != DENSE and (site.biases or site.has_sinks):
+        return Rejection(
+            f"scores have more than a mask ({site.describe()}): only exact attention keeps it",
+            where=site.name,
+        )
+    return method.supports(site, params)

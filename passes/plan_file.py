@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.passes.methods import parse_method
-from subquad.passes.plan import DENSE, Assignment
+from subquad.passes.plan import DENSE, Assignment, declined_by
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import UsageError
 from subquad.runtime.jsonable import json_ready
@@ -153,7 +153,7 @@ class PlanFile:
                     f"Plan, site {site.name}: method {wanted[site.name].method!r} is causal only "
                     f"in blocks of {granularity} tokens; drop --strict-causal to allow it"
                 )
-            declined = method.supports(site, params)
+            declined = declined_by(method, site, params)
             if declined is None:
                 plan.append(Assignment(site, method, params))
             else:

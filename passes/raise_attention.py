@@ -23,12 +23,15 @@ from subquad.passes.attention_nodes import (
     register_variant,
 )
 from subquad.passes.recognise.affine import ZERO, OpaqueError
+from subquad.passes.recognise.bias import Separated, joint_axes, separate
 from subquad.passes.recognise.candidates import Candidate, find_candidates, node_label
-from subquad.passes.recognise.mask import DerivedMask, ScoreShape, derive_mask
+from subquad.passes.recognise.mask import DerivedMask, ScoreShape
+from subquad.passes.recognise.merged import split_merged_heads
 from subquad.passes.recognise.probe import (
     PADDING_ROLE,
     ROLES,
     Question,
+    bias_role,
     probe_masks,
     probe_node,
 )
@@ -84,13 +87,15 @@ class _Raiser:
     def __init__(self, model: ir.Model) -> None:
         self._model = model
         self._interpreter = Interpreter()
-        self._masks: dict[object, tuple[DerivedMask, int] | OpaqueError] = {}
+        self._masks: dict[object, tuple[Separated, int] | OpaqueError] = {}
         self._pieces: dict[object, Piece] = {}
         self._shared: dict[object, SharedInputs] = {}
+        self._biases: dict[object, ir.Value] = {}
         self._replaced: dict[ir.Value, ir.Value] = {}
         self._names: set[str] = set()
 
     def run(self) -> RaisedSites:
+        split_merged_heads(self._model, self._interpreter)
         proved: list[_Proved] = []
         rejections: list[Rejection] = []
         for found in find_candidates(self._model, self._interpreter):
@@ -112,7 +117,9 @@ class _Raiser:
 
     def _prove(self, candidate: Candidate) -> _Proved:
         shape = candidate.score_shape(self._interpreter)
-        derived, mask_probes = self._prove_mask(candidate, shape)
+        separated, mask_probes = self._prove_mask(candidate, shape)
+        derived = separated.derived
+        candidate = replace(candidate, masks=separated.masks, biases=separated.biases)
         sizes = candidate.sizes
         variant = AttentionVariant(
             num_heads=sizes.num_heads,
@@ -124,13 +131,14 @@ class _Raiser:
             window_left=derived.predicate.window_left,
             window_right=derived.predicate.window_right,
             has_key_mask=derived.predicate.key_padding,
+            score_bias=joint_axes(candidate.biases),
         )
         question = Question(self._model, self._interpreter, candidate, shape, derived)
         node_probes, error = probe_node(question, self._raised_piece(candidate, variant, derived))
         proof = Proof(derived.derivation, mask_probes, node_probes, error)
         return _Proved(candidate, shape, derived, variant, proof)
 
-    def _prove_mask(self, candidate: Candidate, shape: ScoreShape) -> tuple[DerivedMask, int]:
+    def _prove_mask(self, candidate: Candidate, shape: ScoreShape) -> tuple[Separated, int]:
         cache_key = (candidate.masks, candidate.mask_axes, candidate.is_causal, shape)
         if cache_key not in self._masks:
             try:
@@ -142,13 +150,14 @@ class _Raiser:
             raise known
         return known
 
-    def _derive_and_probe(self, candidate: Candidate, shape: ScoreShape) -> tuple[DerivedMask, int]:
-        derived = derive_mask(
+    def _derive_and_probe(self, candidate: Candidate, shape: ScoreShape) -> tuple[Separated, int]:
+        separated = separate(
             self._interpreter, candidate.masks, shape, is_causal=candidate.is_causal
         )
-        self._check_padding_input(derived, shape)
-        question = Question(self._model, self._interpreter, candidate, shape, derived)
-        return derived, probe_masks(question)
+        self._check_padding_input(separated.derived, shape)
+        candidate = replace(candidate, masks=separated.masks)
+        question = Question(self._model, self._interpreter, candidate, shape, separated.derived)
+        return separated, probe_masks(question)
 
     def _check_padding_input(self, derived: DerivedMask, shape: ScoreShape) -> None:
         """The node reads the input itself: it must have one column for each key."""
@@ -174,7 +183,9 @@ class _Raiser:
         operands = (candidate.query, candidate.key, candidate.value)
         layout = tuple((operand.perm, operand.heads) for operand in operands)
         alignment = derived.predicate.alignment
-        cache_key = (variant, layout, alignment)
+        ranks = [len(self._interpreter.tensor(bias.value).shape) for bias in candidate.biases]
+        terms = tuple((bias.kind, rank) for bias, rank in zip(candidate.biases, ranks, strict=True))
+        cache_key = (variant, layout, alignment, candidate.mask_axes, terms)
         if cache_key in self._pieces:
             return self._pieces[cache_key]
         builder = NodeBuilder()
@@ -187,6 +198,22 @@ class _Raiser:
         shared = SharedInputs(mask)
         if needs_positions(variant):
             shared = SharedInputs(mask, *builder.positions(query, key, mask, alignment))
+        if terms:
+            biases = [
+                ir.Value(
+                    name=bias_role(number),
+                    type=ir.TensorType(
+                        ir.DataType.FLOAT if kind == "additive" else ir.DataType.BOOL
+                    ),
+                )
+                for number, (kind, _) in enumerate(terms)
+            ]
+            inputs.extend(biases)
+            total = builder.score_bias(
+                [(value, *term) for value, term in zip(biases, terms, strict=True)],
+                score_axes=candidate.mask_axes,
+            )
+            shared = replace(shared, score_bias=total)
         output = builder.attention(variant, query, key, value, shared, name="probe")
         if candidate.query.heads:
             output = builder.packed(output)
@@ -227,6 +254,7 @@ class _Raiser:
             source_output=source_output,
             output=source_output,
             proof=proved.proof,
+            biases=tuple(bias.claim for bias in candidate.biases),
         )
 
     def _replace(self, proved: _Proved, name: str) -> None:
@@ -268,7 +296,20 @@ class _Raiser:
             positions = builder.positions(query, key, shared.key_mask, derived.predicate.alignment)
             shared = SharedInputs(shared.key_mask, *positions)
         self._shared[cache_key] = shared
+        if proved.candidate.biases:
+            shared = replace(shared, score_bias=self._score_bias(builder, proved.candidate))
         return shared
+
+    def _score_bias(self, builder: NodeBuilder, candidate: Candidate) -> ir.Value:
+        """The sum of all biases, built once for all sites that share them."""
+        cache_key = (candidate.mask_axes, *((bias.value, bias.kind) for bias in candidate.biases))
+        if cache_key not in self._biases:
+            terms = [
+                (bias.value, bias.kind, len(self._interpreter.tensor(bias.value).shape))
+                for bias in candidate.biases
+            ]
+            self._biases[cache_key] = builder.score_bias(terms, score_axes=candidate.mask_axes)
+        return self._biases[cache_key]
 
     def _site_name(self, anchor: ir.Node, index: int) -> str:
         """The module path where an exporter kept it, else a numbered name; unique."""

@@ -26,7 +26,7 @@ from subquad.passes.calibrate.score import Scorer
 from subquad.passes.calibrate.statistics import SiteStatistics, StatisticsCollector
 from subquad.passes.methods import METHODS, get_method, method_text, parse_method
 from subquad.passes.methods.base import Method, Wanted
-from subquad.passes.plan import DENSE, Assignment
+from subquad.passes.plan import DENSE, Assignment, declined_by
 from subquad.passes.prices import Prices, Shape
 from subquad.passes.recognise.site import AttentionSite, MaskPredicate
 from subquad.runtime.errors import Rejection, UsageError
@@ -341,7 +341,7 @@ class _Site:
         for params in ladder:
             text = method_text(method, params)
             granularity = method.causal_granularity(params)
-            refused = method.supports(self._site, params)
+            refused = declined_by(method, self._site, params)
             if self._question.strict_causal and granularity != 1:
                 refused = Rejection(f"causal only in blocks of {granularity} tokens")
             if refused is not None:

@@ -44,6 +44,8 @@ class DenseMethod(OneNode):
             window_left=site.mask.window_left,
             window_right=site.mask.window_right,
             has_key_mask=site.mask.key_padding,
+            score_bias=site.score_bias,
+            has_sink_logits=site.has_sinks,
         )
 
     def candidates(

@@ -1,8 +1,8 @@
 """Find attention-like subgraphs and read their parts; nothing is proved here.
 
-Two spellings are read: the standard ``Attention`` operator, and softmax between two matrix
-products. A candidate only says where query, key, value, masks, scale and softcap are; ``mask``
-and ``probe`` prove what they mean.
+Three spellings are read: the standard ``Attention`` operator, com.microsoft
+``MultiHeadAttention``, and softmax between two matrix products. A candidate only says where query,
+key, value, masks, scale and softcap are; ``mask`` and ``probe`` prove what they mean.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
 import onnx_ir as ir
 
+from subquad.kernels.body import MICROSOFT
 from subquad.kernels.operator import DOMAIN
-from subquad.passes.recognise.affine import ONE, Affine, OpaqueError, position
+from subquad.passes.recognise.affine import ONE, Affine, OpaqueError
+from subquad.passes.recognise.bias import Bias, uniform
 from subquad.passes.recognise.layout import (
     Operand,
     as_key,
@@ -25,6 +26,7 @@ from subquad.passes.recognise.layout import (
     before_repetition,
 )
 from subquad.passes.recognise.mask import HIDDEN_BELOW, Mask, ScoreShape
+from subquad.passes.recognise.site import Form
 from subquad.passes.recognise.symbolic import Interpreter
 from subquad.runtime.errors import Rejection
 
@@ -53,9 +55,10 @@ class Candidate:
         is_causal: the operator itself is causal.
         sizes: static sizes, checked to be consistent.
         output: the value to replace; packed ``[batch, length, heads * dim]`` if ``query.heads``.
+        biases: terms of the masks that turned out to be none.
     """
 
-    form: Literal["Attention", "decomposed"]
+    form: Form
     anchor: ir.Node
     query: Operand
     key: Operand
@@ -67,6 +70,7 @@ class Candidate:
     is_causal: bool
     sizes: Sizes
     output: ir.Value
+    biases: tuple[Bias, ...] = ()
 
     def score_shape(self, interpreter: Interpreter) -> ScoreShape:
         query, key = self.query.shape(interpreter), self.key.shape(interpreter)
@@ -80,7 +84,10 @@ def find_candidates(model: ir.Model, interpreter: Interpreter) -> list[Candidate
     for node in model.graph:
         if not _is_anchor(node):
             continue
-        read = _read_attention if node.op_type == "Attention" else _read_softmax
+        if node.domain == MICROSOFT:
+            read = _read_multi_head
+        else:
+            read = _read_attention if node.op_type == "Attention" else _read_softmax
         try:
             candidate = read(node, interpreter)
             _check(candidate, interpreter)
@@ -96,6 +103,8 @@ def node_label(node: ir.Node) -> str:
 
 
 def _is_anchor(node: ir.Node) -> bool:
+    if node.domain == MICROSOFT:
+        return node.op_type.endswith("Attention")
     return node.domain in ("", "ai.onnx") and node.op_type in ("Attention", "Softmax")
 
 
@@ -190,6 +199,47 @@ def _read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
     )
 
 
+def _read_multi_head(node: ir.Node, interpreter: Interpreter) -> Candidate:
+    """com.microsoft MultiHeadAttention of separate packed operands; its relatives are declined."""
+    if node.op_type != "MultiHeadAttention":
+        raise OpaqueError(f"com.microsoft {node.op_type} is not read yet")
+    names = ("query", "key", "value", "bias", "key_padding_mask", "attention_bias")
+    inputs = dict(zip(names, node.inputs, strict=False))
+    query, key, value = (inputs.get(name) for name in names[:3])
+    if query is None or key is None or value is None:
+        raise OpaqueError("MultiHeadAttention of packed query, key and value is not read yet")
+    more = [name for name in ("bias", "key_padding_mask") if inputs.get(name) is not None]
+    if more or any(v is not None for v in node.inputs[6:]):
+        raise OpaqueError(
+            f"MultiHeadAttention with {' and '.join(more) or 'a cache'} is not read yet"
+        )
+    used = [o.name for o in node.outputs[1:] if o.uses() or o.is_graph_output()]
+    if used:
+        raise OpaqueError(f"further outputs of MultiHeadAttention are used: {used[0]}")
+    heads = _int(node, "num_heads")
+    query_operand, key_operand, value_operand = (
+        Operand(v, heads=heads) for v in (query, key, value)
+    )
+    head_dim = query_operand.shape(interpreter)[3]
+    scale = node.attributes.get("scale")
+    given = 0.0 if scale is None else scale.as_float()
+    bias = inputs.get("attention_bias")
+    return Candidate(
+        form="MultiHeadAttention",
+        anchor=node,
+        query=query_operand,
+        key=key_operand,
+        value=value_operand,
+        masks=() if bias is None else ((bias, "additive"),),
+        mask_axes=4,
+        scale=given or float(head_dim.constant) ** -0.5,
+        softcap=0.0,
+        is_causal=bool(_int(node, "unidirectional")),
+        sizes=_sizes(query_operand, key_operand, value_operand, interpreter),
+        output=node.outputs[0],
+    )
+
+
 def _int(node: ir.Node, name: str, default: int = 0) -> int:
     attribute = node.attributes.get(name)
     return default if attribute is None else attribute.as_int()
@@ -227,6 +277,10 @@ def _read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
     query_operand = as_query(query, interpreter)
     key_operand = as_key(key, interpreter)
     value_operand = as_value(_input(output, 1), interpreter)
+    if key_operand.shape(interpreter)[1] != value_operand.shape(interpreter)[1]:
+        # Only one of them could be read before its repetition: neither is.
+        key_operand = as_key(key, interpreter, grouped=False)
+        value_operand = as_value(_input(output, 1), interpreter, grouped=False)
     return Candidate(
         form="decomposed",
         anchor=node,
@@ -305,7 +359,7 @@ def _peel_masks(value: ir.Value, interpreter: Interpreter) -> tuple[list[Mask], 
             continue
         condition, chosen, other = (_input(node, i) for i in range(3))
         value, fill = (chosen, other) if _carries_scores(chosen) else (other, chosen)
-        filled = _uniform(fill, interpreter)
+        filled = uniform(fill, interpreter)
         if filled is None or not filled <= HIDDEN_BELOW:
             what = "values that vary" if filled is None else f"{filled:g}"
             raise OpaqueError(f"masked scores are set to {what}, not to a large negative value")
@@ -333,30 +387,18 @@ def _peel_scale(value: ir.Value, interpreter: Interpreter) -> tuple[Fraction, ir
 
 def _factor(value: ir.Value, interpreter: Interpreter) -> Fraction | None:
     """A finite constant other than zero."""
-    number = _uniform(value, interpreter)
+    number = uniform(value, interpreter)
     if number is None or number == 0 or not math.isfinite(number):
         return None
     return Fraction(number)
-
-
-def _uniform(value: ir.Value, interpreter: Interpreter) -> float | None:
-    """The value of all elements, also when the graph computes it from fixed sizes."""
-    try:
-        dims = interpreter.tensor(value).shape
-        index = tuple(position(f"x{axis}", dim) for axis, dim in enumerate(dims))
-        term = interpreter.element(value, index)
-    except OpaqueError:
-        return None  # computed from activations: not a scale
-    if not isinstance(term, Affine) or not term.is_constant:
-        return None
-    return float(term.constant)
 
 
 def _output_product(softmax: ir.Node, interpreter: Interpreter) -> ir.Node:
     """The product of attention weights and values; only casts and NaN guards may stand between."""
     weights = softmax.outputs[0]
     while True:
-        users = list(dict.fromkeys(use.node for use in weights.uses()))
+        # Its shape may be asked for: nothing of the weights themselves is.
+        users = list(dict.fromkeys(u.node for u in weights.uses() if u.node.op_type != "Shape"))
         if weights.is_graph_output() or not users:
             raise OpaqueError("the softmax is an output of the graph, or unused")
         guarded = _after_nan_guard(weights, users, interpreter)
@@ -388,7 +430,7 @@ def _after_nan_guard(
     condition = _input(guard, 0).producer()
     if condition is None or condition not in users or condition.op_type != "IsNaN":
         return None
-    fill = _uniform(_input(guard, 1), interpreter)
+    fill = uniform(_input(guard, 1), interpreter)
     if fill != 0.0:
         raise OpaqueError(f"weights that are NaN are set to {fill}, not to zero")
     return guard.outputs[0]

@@ -69,8 +69,11 @@ def as_query(value: ir.Value, interpreter: Interpreter) -> Operand:
     return Operand(value, heads=int(len(interpreter.tensor(value).shape) == 3))
 
 
-def as_key(transposed: ir.Value, interpreter: Interpreter) -> Operand:
-    """Key from the second factor of the score product, ``[..., dim, length]``."""
+def as_key(transposed: ir.Value, interpreter: Interpreter, *, grouped: bool = True) -> Operand:
+    """Key from the second factor of the score product, ``[..., dim, length]``.
+
+    Without ``grouped`` it keeps the heads it has there, repeated or not.
+    """
     node = transposed.producer()
     rank = len(interpreter.tensor(transposed).shape)
     perm: tuple[int, ...] = ()
@@ -87,14 +90,14 @@ def as_key(transposed: ir.Value, interpreter: Interpreter) -> Operand:
         operand = Operand(source, None if swapped == _IDENTITY else swapped)
     else:
         operand = Operand(transposed, (0, 1, 3, 2))
-    return before_repetition(operand, interpreter)
+    return before_repetition(operand, interpreter) if grouped else operand
 
 
-def as_value(value: ir.Value, interpreter: Interpreter) -> Operand:
+def as_value(value: ir.Value, interpreter: Interpreter, *, grouped: bool = True) -> Operand:
     """The second factor of the output product."""
     if len(interpreter.tensor(value).shape) == 3:
         return Operand(value, heads=1)
-    return before_repetition(Operand(value), interpreter)
+    return before_repetition(Operand(value), interpreter) if grouped else Operand(value)
 
 
 def before_repetition(operand: Operand, interpreter: Interpreter) -> Operand:

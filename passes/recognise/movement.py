@@ -162,26 +162,26 @@ def _reshaped(data: SymbolicTensor, shape: Shape) -> SymbolicTensor:
 
 
 def _resolved(source: Shape, target: list[Affine]) -> Shape:
-    """Replace -1 by what equal factors of source and target leave over."""
+    """Replace -1 by what the factors of the target leave over of those of the source."""
     if _MINUS_ONE not in target:
         return tuple(target)
-    left = [d for d in source if d != ONE]
-    numerator, denominator = 1, 1
+    left, number, denominator = Counter[Affine](), 1, 1
+    for dim in source:
+        names, factor = _factors(dim)
+        left.update(names)
+        number *= factor
     for dim in target:
-        if dim in left:
-            left.remove(dim)
-        elif dim.is_constant:
-            denominator *= 1 if dim == _MINUS_ONE else int(dim.constant)
-        else:
-            raise OpaqueError(f"Reshape {show(source)} -> {show(target)}")
-    missing: Affine | None = ONE
-    for dim in left:
-        numerator *= int(dim.constant) if dim.is_constant else 1
-        if not dim.is_constant and missing is not None:
-            missing = product(missing, dim)
-    if denominator == 0 or numerator % denominator or missing is None:
+        if dim != _MINUS_ONE:
+            names, factor = _factors(dim)
+            left.subtract(names)
+            denominator *= factor
+    if denominator == 0 or number % denominator or min(left.values(), default=0) < 0:
         raise OpaqueError(f"Reshape {show(source)} -> {show(target)}")
-    missing = missing.scaled(numerator // denominator)
+    missing: Affine | None = constant(number // denominator)
+    for name in left.elements():
+        missing = None if missing is None else product(missing, name)
+    if missing is None:
+        raise OpaqueError(f"Reshape {show(source)} -> {show(target)}")
     return tuple(missing if dim == _MINUS_ONE else dim for dim in target)
 
 
@@ -324,6 +324,27 @@ def _concat(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
         return pick(0)
 
     return SymbolicTensor(tuple(shape), at, parts[0].dtype)
+
+
+def split_part(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTensor:
+    """Output ``number`` of a Split."""
+    data, given = need(inputs, 0), optional(inputs, 1)
+    axis = int_attribute(node, "axis", 0) % len(data.shape)
+    if given is not None:
+        sizes = given.vector()
+    else:
+        count, total = len(node.outputs), as_int(data.shape[axis])
+        each = -(-total // count)
+        sizes = [constant(each)] * (count - 1) + [constant(total - each * (count - 1))]
+    start = ZERO
+    for size in sizes[:number]:
+        start = start + size
+    shape = (*data.shape[:axis], sizes[number], *data.shape[axis + 1 :])
+
+    def at(index: Index) -> Term:
+        return data.at((*index[:axis], as_affine(index[axis]) + start, *index[axis + 1 :]))
+
+    return SymbolicTensor(shape, at, data.dtype)
 
 
 @_handles("Slice")

@@ -17,8 +17,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from subquad.kernels.operator import UNLIMITED
+from subquad.kernels.operator import HIDING_BIAS, UNLIMITED
 from subquad.passes.recognise.affine import ONE, Affine, OpaqueError, Symbol
+from subquad.passes.recognise.bias import Bias
 from subquad.passes.recognise.candidates import Candidate
 from subquad.passes.recognise.layout import Operand
 from subquad.passes.recognise.mask import HIDDEN_BELOW, DerivedMask, ScoreShape
@@ -32,9 +33,16 @@ _SCORE_STD = 4.0
 # Attention at longer lengths costs more than it can show; masks are probed beyond.
 _MAX_NODE_LENGTH = 300
 _MAX_MASK_LENGTH = 4200
+# The least float32: exporters hide keys by adding it.
+_HIDING = float(np.finfo(np.float32).min)
 # Names under which the raised node is fed.
 ROLES = ("query", "key", "value")
 PADDING_ROLE = "padding"
+
+
+def bias_role(number: int) -> str:
+    """Name under which the raised node is fed its biases."""
+    return f"bias{number}"
 
 
 @dataclass(frozen=True)
@@ -252,18 +260,25 @@ def probe_node(question: Question, raised: Piece) -> tuple[int, float]:
     """
     candidate, predicate = question.candidate, question.derived.predicate
     operands = (candidate.query, candidate.key, candidate.value)
-    source = _Source(question, [operand.value for operand in operands], [candidate.output])
+    # A bias may be anything: any values do, as long as both sides get the same ones.
+    free = [bias.value for bias in candidate.biases if not _is_constant(bias.value)]
+    cut = [operand.value for operand in operands] + free
+    source = _Source(question, cut, [candidate.output])
     rng = np.random.default_rng(1)
     worst, count = 0.0, 0
     for point in sample_points(question.shape, predicate, _MAX_NODE_LENGTH):
         for score_std in _spreads(candidate):
             arrays = _random_operands(rng, question, point, score_std)
+            biases = [_random_bias(rng, question, bias, point) for bias in candidate.biases]
             (want,) = source.run(
-                point, {o.value.name or "": a for o, a in zip(operands, arrays, strict=True)}
+                point,
+                {o.value.name or "": a for o, a in zip(operands, arrays, strict=True)}
+                | {b.value.name or "": a for b, a in zip(candidate.biases, biases, strict=True)},
             )
-            feeds = dict(zip(ROLES, arrays, strict=True))
-            (got,) = raised.run({**feeds, PADDING_ROLE: point.real})
-            error = _error(question, point, want, got)
+            feeds = dict(zip(ROLES, arrays, strict=True)) | {PADDING_ROLE: point.real}
+            feeds |= {bias_role(number): array for number, array in enumerate(biases)}
+            (got,) = raised.run(feeds)
+            error = _error(question, point, _seen(question, point, biases), want, got)
             if not error <= TOLERANCE:
                 raise OpaqueError(
                     f"the raised node differs from the source by {error:.2g} (relative, allowed "
@@ -278,20 +293,62 @@ def _spreads(candidate: Candidate) -> tuple[float, ...]:
     return (_SCORE_STD, candidate.softcap) if candidate.softcap else (_SCORE_STD,)
 
 
+def _seen(
+    question: Question, point: ProbePoint, biases: Sequence[NDArray[Any]]
+) -> NDArray[np.bool_]:
+    """Rows that see a key: ``[batch, heads or 1, query_len]``."""
+    pairs = visible_pairs(question.derived.predicate, point)[:, None]
+    for bias, array in zip(question.candidate.biases, biases, strict=True):
+        if question.candidate.mask_axes == 3 and array.ndim == 3:
+            array = array[:, None]
+        if bias.kind == "additive":
+            pairs = _both(pairs, array > HIDING_BIAS)
+        else:
+            pairs = _both(pairs, array if bias.kind == "visible" else ~array)
+    return np.asarray(pairs.any(axis=3))
+
+
 def _error(
     question: Question,
     point: ProbePoint,
+    seen: NDArray[np.bool_],
     want: NDArray[Any],
     got: NDArray[Any],
 ) -> float:
     """Relative distance over the rows that see a key."""
     if want.shape != got.shape:
         raise OpaqueError(f"the raised node gives shape {got.shape}, the source {want.shape}")
-    rows = visible_pairs(question.derived.predicate, point).any(axis=2)
-    if not question.candidate.query.heads:
-        want, got = want.swapaxes(1, 2), got.swapaxes(1, 2)
+    sizes = question.candidate.sizes
+    if question.candidate.query.heads:
+        packed = (point.batch, point.query_len, sizes.num_heads, sizes.value_dim)
+        want, got = (array.reshape(packed).swapaxes(1, 2) for array in (want, got))
+    rows = np.broadcast_to(seen, want.shape[:3])
     norm = float(np.linalg.norm(want[rows]))
     return float(np.linalg.norm(got[rows] - want[rows])) / norm if norm else 0.0
+
+
+def _is_constant(value: ir.Value) -> bool:
+    """An initializer that is also an input is only a default."""
+    return value.const_value is not None and not value.is_graph_input()
+
+
+def _random_bias(
+    rng: np.random.Generator, question: Question, bias: Bias, point: ProbePoint
+) -> NDArray[Any]:
+    """Any values of its shape: also some that hide a key; those of the graph if it is constant."""
+    if _is_constant(bias.value):
+        assert bias.value.const_value is not None
+        return bias.value.const_value.numpy()
+    dims = question.interpreter.tensor(bias.value).shape
+    axes = question.shape.axes[len(question.shape.axes) - len(dims) :]
+    shape = [
+        1 if dim == ONE else int(size.value(point.sizes))
+        for dim, (_, size) in zip(dims, axes, strict=True)
+    ]
+    visible = rng.random(shape) < 0.8
+    if bias.kind != "additive":
+        return visible
+    return np.where(visible, rng.standard_normal(shape) * 2, _HIDING).astype(np.float32)
 
 
 def _random_operands(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from subquad.kernels.operator import UNLIMITED
+
+Form: TypeAlias = Literal["Attention", "MultiHeadAttention", "decomposed"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,21 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class SiteBias:
+    """A term added to the scores, handed to the node as it is.
+
+    Attributes:
+        kind: what its values come from.
+        axes: of ``bhqk``, those along which it varies.
+        reason: why it is not part of the mask predicate.
+    """
+
+    kind: str
+    axes: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """One raised attention.
 
@@ -90,11 +107,13 @@ class AttentionSite:
         is_self: query and key come from the same sequence.
         source_output: value in ``reference.onnx`` that equals this site's output.
         output: value in ``model.onnx`` produced by this site (``[B, H, query_len, value_dim]``).
+        biases: terms added to the scores besides the mask.
+        has_sinks: the denominator has one more term per head.
     """
 
     name: str
     index: int
-    source_form: Literal["Attention", "decomposed"]
+    source_form: Form
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -106,11 +125,23 @@ class AttentionSite:
     source_output: str
     output: str
     proof: Proof
+    biases: tuple[SiteBias, ...] = ()
+    has_sinks: bool = False
+
+    @property
+    def score_bias(self) -> str:
+        """Axes of ``bhqk`` along which the sum of all biases varies; "" = none."""
+        return "".join(a for a in "bhqk" if any(a in bias.axes for bias in self.biases))
+
+    def describe(self) -> str:
+        """Short form for tables: the mask, and what else is added."""
+        parts = [self.mask.describe(), *dict.fromkeys(bias.kind for bias in self.biases)]
+        return ", ".join([*parts, "sinks"] if self.has_sinks else parts)
 
     def to_json(self) -> dict[str, Any]:
         from dataclasses import asdict
 
-        return asdict(self) | {"mask_text": self.mask.describe()}
+        return asdict(self) | {"mask_text": self.describe()}
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> AttentionSite:
@@ -118,4 +149,5 @@ class AttentionSite:
         fields = {key: value for key, value in raw.items() if key != "mask_text"}
         fields["mask"] = MaskPredicate(**raw["mask"])
         fields["proof"] = Proof(**raw["proof"])
+        fields["biases"] = tuple(SiteBias(**bias) for bias in raw.get("biases", ()))
         return AttentionSite(**fields)

@@ -117,6 +117,8 @@ class Piece:
             if value.dtype is None:
                 raise OpaqueError(f"value {value.name!r} has no known type: infer shapes first")
         graph = ir.convenience.extract(source.graph, inputs=inputs, outputs=outputs)
+        for value in inputs:
+            graph.initializers.pop(value.name or "", None)  # a default: it is fed instead
         total = 0
         for value in graph.initializers.values():
             tensor = value.const_value

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from subquad.passes.recognise.affine import Affine, OpaqueError, constant, dimension, product
 from subquad.passes.recognise.arithmetic import ARITHMETIC
 from subquad.passes.recognise.expressions import Entry, Term
-from subquad.passes.recognise.movement import MOVEMENT
+from subquad.passes.recognise.movement import MOVEMENT, split_part
 from subquad.passes.recognise.tensors import (
     Index,
     Shape,
@@ -93,9 +93,12 @@ class Interpreter:
         if node is None:
             return _unread(value, "a value from outside the graph")
         handler = _HANDLERS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-        if handler is None or value is not node.outputs[0]:
-            return _unread(value, f"operator {node.op_type} is outside the mask language")
         inputs = [None if v is None else self._known[v] for v in node.inputs]
+        if node.op_type == "Split" and handler is None and node.domain in ("", "ai.onnx"):
+            number = node.outputs.index(value)
+            handler = lambda node, inputs: split_part(node, inputs, number)  # noqa: E731
+        elif handler is None or value is not node.outputs[0]:
+            return _unread(value, f"operator {node.op_type} is outside the mask language")
         try:
             tensor = handler(node, inputs)
         except OpaqueError as error:

@@ -298,6 +298,31 @@ def test_packed_attention_node() -> None:
     assert np.linalg.norm(want - got) <= 1e-5 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("causal", [0, 1])
+def test_multi_head_attention_of_the_optimizer(causal: int) -> None:
+    """com.microsoft MultiHeadAttention, which ONNX Runtime's transformer optimizer writes."""
+    g = Graph()
+    q, k, v = (g.input(name, FLOAT, [B, N, H * D]) for name in "qkv")
+    y = g("MultiHeadAttention", q, k, v, domain="com.microsoft", num_heads=H, unidirectional=causal)
+    model = g.model([g("Identity", y)])
+    copy, result = raised(model)
+    site = only_site(result)
+    assert (site.num_heads, site.mask.is_causal) == (H, bool(causal))
+    assert site.scale == pytest.approx(D**-0.5)
+    given = {n: a.swapaxes(1, 2).reshape(3, 17, -1) for n, a in feeds(17).items() if n in "qkv"}
+    want, got = Runner(model)(given)[0], Runner(copy)(given)[0]
+    assert np.linalg.norm(want - got) <= 1e-5 * np.linalg.norm(want)
+
+
+def test_other_microsoft_attention_is_reported() -> None:
+    g = Graph()
+    x, weights = g.input("x", FLOAT, [B, N, H * D]), np.ones((H * D, 3 * H * D), np.float32)
+    bias = np.zeros(3 * H * D, np.float32)
+    y = g("Attention", x, weights, bias, domain="com.microsoft", num_heads=H)
+    model = g.model([g("Identity", y)])
+    assert only_reason(raised(model)[1]) == "com.microsoft Attention is not read yet"
+
+
 def test_one_value_as_query_key_and_value() -> None:
     g = Graph()
     x = g("Neg", g.input("x", FLOAT, [B, H, N, D]))
@@ -363,7 +388,9 @@ def test_key_and_value_grouped_differently() -> None:
     model = decomposed(
         kv_heads=2, key=expand, value=lambda g, x: g("Gather", x, [0, 1, 0, 1], axis=1)
     )
-    assert "key 2 of 6, value 4: not an attention" in only_reason(raised(model)[1])
+    copy, result = raised(model)
+    assert only_site(result).num_kv_heads == H
+    assert_equal(model, copy, 2)
 
 
 # --- no attention --------------------------------------------------------------------------

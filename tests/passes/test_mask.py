@@ -492,7 +492,7 @@ def length_switch(g: Graph, n: Lengths) -> str:
     return g("Or", causal(g, n), g("Greater", n.kv_len, g.const(6000, np.int64)))
 
 
-REJECTED: list[tuple[MaskBuilder, Kind, str]] = [
+NO_BAND: list[tuple[MaskBuilder, Kind, str]] = [
     (prefix_lm, "visible", "no conjunction of limits and padding"),
     (prefix_input, "visible", "no conjunction of limits and padding"),
     (chunked, "visible", "positions divided by 8: blocks, not a band"),
@@ -528,13 +528,22 @@ REJECTED: list[tuple[MaskBuilder, Kind, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("build", "kind", "reason"), REJECTED)
-def test_near_miss_is_left_alone(build: MaskBuilder, kind: Kind, reason: str) -> None:
+@pytest.mark.parametrize(("build", "kind", "reason"), NO_BAND)
+def test_near_miss_is_handed_on_as_it_is(build: MaskBuilder, kind: Kind, reason: str) -> None:
+    """No claim is made about it: the node gets the graph's own values, and why is said."""
     model = attention_model(build, kind=kind)
-    before = model.clone()
     copy, result = raised(model)
     assert reason in only_reason(result)
-    assert [n.op_type for n in copy.graph] == [n.op_type for n in before.graph]
+    site = only_site(result)
+    assert site.mask.describe() == ("causal" if build is alibi else "full") and site.score_bias
+    source, ours = Runner(model), Runner(copy)
+    rng = np.random.default_rng(6)
+    for length in (1, 5, 58, 211):
+        feeds = random_feeds(rng, 4, length, length)
+        seen = seen_by_source(source, feeds, kind).any(axis=3)
+        want, got = source(feeds)[0][seen], ours(feeds)[0][seen]
+        # float32 sums over at most some hundreds of keys
+        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want), length
 
 
 def test_four_axis_mask_input_is_no_padding() -> None:
@@ -583,12 +592,12 @@ def test_mask_narrower_than_the_keys() -> None:
         return g.const(np.ones((5, 7), bool))
 
     model = attention_model(build, kind="bool", query_dim=5, kv_dim=9)
-    assert "a mask with 7 entries where the scores have 9" in only_reason(raised(model)[1])
+    assert "a bias with 7 entries where the scores have 9" in only_reason(raised(model)[1])
 
 
 def test_default_of_an_input_is_no_constant() -> None:
     """An initializer that is also an input can be replaced by the caller."""
-    model = attention_model(causal)
+    model = attention_model(causal, query_dim=40, kv_dim=40)
     table = np.tril(np.ones((1, 1, 40, 40), bool))
     value = ir_input(model, "table", table)
     node = next(n for n in model.graph if n.op_type == "Where")

@@ -138,7 +138,10 @@ def only_site(result: RaisedSites) -> AttentionSite:
 
 
 def only_reason(result: RaisedSites) -> str:
-    assert not result.sites, result.sites
+    """Why the only attention was declined, or why what is added to its scores is no mask."""
+    if result.sites:
+        (bias,) = only_site(result).biases
+        return bias.reason
     assert len(result.rejections) == 1
     return result.rejections[0].reason
 

@@ -68,9 +68,10 @@ class Graph:
         graph = helper.make_graph(
             self._nodes, "test", self._inputs, infos, initializer=self._initializers
         )
-        proto = helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10
-        )
+        domains = sorted({node.domain for node in self._nodes if node.domain})
+        imports = [helper.make_opsetid("", opset)]
+        imports += [helper.make_opsetid(domain, 1) for domain in domains]
+        proto = helper.make_model(graph, opset_imports=imports, ir_version=10)
         return inferred(ir.from_proto(onnx.shape_inference.infer_shapes(proto)))
 
 
