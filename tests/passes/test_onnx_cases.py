@@ -43,7 +43,8 @@ def outcome(case: Any) -> str:
 
 
 def test_every_case_is_raised_or_declined() -> None:
-    cases = collect_testcases("Attention")
+    # ONNX collects the cases of whatever was imported before as well: only Attention's are wanted.
+    cases = [c for c in collect_testcases("Attention") if c.name.startswith("test_attention")]
     assert len(cases) >= 186
     outcomes = Counter(outcome(case) for case in cases)
     assert outcomes["raised"] >= 20, outcomes

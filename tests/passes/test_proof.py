@@ -23,6 +23,7 @@ from masked_attention import (
 )
 from onnx_graphs import BOOL, FLOAT, Graph, Runner, inferred
 from subquad.passes import raise_attention as module
+from subquad.passes.recognise import bias
 from subquad.passes.recognise.candidates import Candidate, find_candidates
 from subquad.passes.recognise.mask import DerivedMask, derive_mask
 
@@ -113,7 +114,7 @@ def test_wrong_mask_is_caught(monkeypatch: pytest.MonkeyPatch, change: dict[str,
         derived = derive_mask(*args, **options)
         return replace(derived, predicate=replace(derived.predicate, **change))
 
-    monkeypatch.setattr(module, "derive_mask", wrong)
+    monkeypatch.setattr(bias, "derive_mask", wrong)
     model = attention_model(windowed(), kv_dim="total")
     assert "the mask of the graph differs from the derived one" in only_reason(raised(model)[1])
 
