@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx.backend.test.case.node import collect_testcases
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from onnx_cases import cases_named
 from onnx_graphs import Runner
 from subquad.passes.canonicalise import canonicalise
 from subquad.passes.raise_attention import raise_attention
@@ -43,8 +43,7 @@ def outcome(case: Any) -> str:
 
 
 def test_every_case_is_raised_or_declined() -> None:
-    # ONNX collects the cases of whatever was imported before as well: only Attention's are wanted.
-    cases = [c for c in collect_testcases("Attention") if c.name.startswith("test_attention")]
+    cases = cases_named("test_attention")
     assert len(cases) >= 186
     outcomes = Counter(outcome(case) for case in cases)
     assert outcomes["raised"] >= 20, outcomes

@@ -63,11 +63,11 @@ def run_mutants(seeds: range) -> None:
 
 
 def test_spellings_are_recognised() -> None:
-    run(range(60))
+    run(range(25))
 
 
 def test_mutants_are_what_they_became() -> None:
-    run_mutants(range(1000, 1040))
+    run_mutants(range(1000, 1015))
 
 
 @pytest.mark.slow

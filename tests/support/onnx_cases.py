@@ -14,6 +14,11 @@ def _all_cases() -> tuple[Any, ...]:
     return tuple(collect_testcases(""))
 
 
+def cases_named(prefix: str) -> list[Any]:
+    """Examples by the beginning of their name, expanded forms included."""
+    return [case for case in _all_cases() if case.name.startswith(prefix)]
+
+
 def specified_cases(op_type: str) -> list[Any]:
     """Examples whose model is one node of ``op_type``; ``model`` and ``data_sets`` of each."""
     return [
