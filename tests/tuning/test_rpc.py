@@ -31,6 +31,7 @@ def test_bad_addresses(address: str) -> None:
         pass
 
 
+@pytest.mark.slow  # needs the packages of subquad[tune]
 def test_no_tracker() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
