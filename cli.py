@@ -151,6 +151,16 @@ def _execution(function: Callable[..., None]) -> Callable[..., None]:
     return provider(threads(kernels(function)))
 
 
+_require_sites = click.option(
+    "--require-sites",
+    metavar="N|all",
+    help="Fail (exit 5) unless this many attentions were recognised.",
+)
+_seed = click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of everything random."
+)
+
+
 def _planning(function: Callable[..., None]) -> Callable[..., None]:
     """What a plan is made for; see ``_plan_request``."""
     options = (
@@ -396,11 +406,7 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     help="With --budget: refit output projections where that helps on held-out data.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
-@click.option(
-    "--require-sites",
-    metavar="N|all",
-    help="Fail (exit 5) unless this many attentions were recognised.",
-)
+@_require_sites
 @click.option(
     "--allow-declined",
     is_flag=True,
@@ -448,7 +454,7 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     type=click.IntRange(min=1),
     help="Length to look records up for [default: the model's longest, at most 4096].",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
+@_seed
 @_common
 def convert(
     source: str,
@@ -612,11 +618,7 @@ Without data, inputs are made up, and the plan is worth as much.
     help="Write the plan to this file, to edit and to pass to `convert --plan`.",
 )
 @_planning
-@click.option(
-    "--require-sites",
-    metavar="N|all",
-    help="Fail (exit 5) unless this many attentions were recognised.",
-)
+@_require_sites
 @click.option(
     "--strict-causal",
     is_flag=True,
@@ -629,7 +631,7 @@ Without data, inputs are made up, and the plan is worth as much.
     show_default=True,
     help="Measure with compiled kernels; faster, and as a conversion with them will run.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
+@_seed
 @_common
 def plan(
     source: str,

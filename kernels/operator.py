@@ -21,7 +21,7 @@ Query head ``h`` reads key/value head ``h // (num_heads // num_kv_heads)``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
 import onnx_ir as ir
@@ -120,3 +120,24 @@ def input_names(variant: OperatorVariant) -> tuple[str, ...]:
 def present_inputs(variant: OperatorVariant) -> tuple[str, ...]:
     """Names of the inputs that the variant has, in order: what a kernel takes."""
     return tuple(spec.name for spec in variant.inputs if spec is not None)
+
+
+def node_attributes(variant: Any, *names: str) -> dict[str, ir.Attr]:
+    """Attributes of a node of ``variant``: its overload as ``variant``, and the fields named.
+
+    By the declared type of a field: a float, an integer, integers (of tuples, one after the
+    other), or a text.
+    """
+    types = {field.name: str(field.type) for field in fields(variant)}
+    attributes = [ir.AttrString("variant", variant.overload)]
+    for name in names:
+        value, kind = getattr(variant, name), types[name]
+        if kind == "float":
+            attributes.append(ir.AttrFloat32(name, value))
+        elif kind == "int":
+            attributes.append(ir.AttrInt64(name, value))
+        elif kind.startswith("tuple"):
+            attributes.append(ir.AttrInt64s(name, [number for part in value for number in part]))
+        else:
+            attributes.append(ir.AttrString(name, value))
+    return {attribute.name: attribute for attribute in attributes}

@@ -47,7 +47,7 @@ from subquad.kernels.inputs import (
     number_label,
     output_spec,
 )
-from subquad.kernels.operator import UNLIMITED, Dim, TensorSpec
+from subquad.kernels.operator import UNLIMITED, Dim, TensorSpec, node_attributes
 from subquad.kernels.visibility import allowed_keys
 
 
@@ -170,17 +170,16 @@ class AttentionVariant:
         return tuple(specs)
 
     def attributes(self) -> Mapping[str, ir.Attr]:
-        attributes = [
-            ir.AttrString("variant", self.overload),
-            ir.AttrInt64("num_heads", self.num_heads),
-            ir.AttrInt64("num_kv_heads", self.num_kv_heads),
-            ir.AttrFloat32("scale", self.scale),
-            ir.AttrFloat32("softcap", self.softcap),
-            ir.AttrInt64("window_left", self.window_left),
-            ir.AttrInt64("window_right", self.window_right),
-            ir.AttrString("alibi", self.alibi),
-        ]
-        return {attribute.name: attribute for attribute in attributes}
+        return node_attributes(
+            self,
+            "num_heads",
+            "num_kv_heads",
+            "scale",
+            "softcap",
+            "window_left",
+            "window_right",
+            "alibi",
+        )
 
     def build_function(self) -> ir.Function:
         body = Body()

@@ -45,7 +45,7 @@ from subquad.kernels.block_select.reference import (
 from subquad.kernels.block_sparse.semantics import list_specs
 from subquad.kernels.body import Body
 from subquad.kernels.inputs import Heads, limit_label, number_label
-from subquad.kernels.operator import UNLIMITED, Blocks, TensorSpec
+from subquad.kernels.operator import UNLIMITED, Blocks, TensorSpec, node_attributes
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,18 @@ class BlockSelectVariant:
         return list_specs(self.num_heads, self.block, Blocks("kv_len", self.block))
 
     def attributes(self) -> Mapping[str, ir.Attr]:
-        attributes = [
-            ir.AttrString("variant", self.overload),
-            ir.AttrString("estimator", self.estimator),
-            ir.AttrInt64("num_heads", self.num_heads),
-            ir.AttrInt64("num_kv_heads", self.num_kv_heads),
-            ir.AttrFloat32("scale", self.scale),
-            ir.AttrFloat32("softcap", self.softcap),
-            ir.AttrInt64("block", self.block),
-            ir.AttrInt64("sinks", self.sinks),
-            ir.AttrInt64("window_left", self.window_left),
-            ir.AttrInt64("window_right", self.window_right),
-        ]
-        return {attribute.name: attribute for attribute in attributes}
+        return node_attributes(
+            self,
+            "estimator",
+            "num_heads",
+            "num_kv_heads",
+            "scale",
+            "softcap",
+            "block",
+            "sinks",
+            "window_left",
+            "window_right",
+        )
 
     def build_function(self) -> ir.Function:
         body = Body()

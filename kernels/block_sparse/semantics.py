@@ -46,7 +46,7 @@ from subquad.kernels.inputs import (
     number_label,
     output_spec,
 )
-from subquad.kernels.operator import UNLIMITED, Blocks, TensorSpec
+from subquad.kernels.operator import UNLIMITED, Blocks, TensorSpec, node_attributes
 from subquad.kernels.visibility import allowed_keys
 
 
@@ -124,17 +124,16 @@ class BlockSparseVariant:
         return (output_spec(self.heads),)
 
     def attributes(self) -> Mapping[str, ir.Attr]:
-        attributes = [
-            ir.AttrString("variant", self.overload),
-            ir.AttrInt64("num_heads", self.num_heads),
-            ir.AttrInt64("num_kv_heads", self.num_kv_heads),
-            ir.AttrFloat32("scale", self.scale),
-            ir.AttrFloat32("softcap", self.softcap),
-            ir.AttrInt64("block", self.block),
-            ir.AttrInt64("window_left", self.window_left),
-            ir.AttrInt64("window_right", self.window_right),
-        ]
-        return {attribute.name: attribute for attribute in attributes}
+        return node_attributes(
+            self,
+            "num_heads",
+            "num_kv_heads",
+            "scale",
+            "softcap",
+            "block",
+            "window_left",
+            "window_right",
+        )
 
     def build_function(self) -> ir.Function:
         body = Body()

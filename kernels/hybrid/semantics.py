@@ -46,7 +46,7 @@ from subquad.kernels.inputs import (
     number_label,
     output_spec,
 )
-from subquad.kernels.operator import UNLIMITED, TensorSpec
+from subquad.kernels.operator import UNLIMITED, TensorSpec, node_attributes
 from subquad.kernels.visibility import allowed_keys, in_band
 
 MIXES = ("lse", "shared")
@@ -239,23 +239,20 @@ class HybridVariant:
         return (output_spec(self.heads),)
 
     def attributes(self) -> Mapping[str, ir.Attr]:
-        attributes = [
-            ir.AttrString("variant", self.overload),
-            ir.AttrInt64("num_heads", self.num_heads),
-            ir.AttrInt64("num_kv_heads", self.num_kv_heads),
-            ir.AttrFloat32("scale", self.scale),
-            ir.AttrInt64("window_left", self.window_left),
-            ir.AttrInt64("window_right", self.window_right),
-            ir.AttrInt64("sinks", self.sinks),
-            ir.AttrInt64("allowed_left", self.allowed_left),
-            ir.AttrInt64("allowed_right", self.allowed_right),
-            ir.AttrString("feature_map", self.feature_map),
-            ir.AttrString("mix", self.mix),
-        ]
-        if self.head_parts:
-            numbers = [number for part in self.head_parts for number in part]
-            attributes.append(ir.AttrInt64s("head_parts", numbers))
-        return {attribute.name: attribute for attribute in attributes}
+        return node_attributes(
+            self,
+            "num_heads",
+            "num_kv_heads",
+            "scale",
+            "window_left",
+            "window_right",
+            "sinks",
+            "allowed_left",
+            "allowed_right",
+            "feature_map",
+            "mix",
+            *(("head_parts",) if self.head_parts else ()),
+        )
 
     def build_function(self) -> ir.Function:
         body = Body()

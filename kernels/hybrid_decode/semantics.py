@@ -43,7 +43,7 @@ from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.hybrid_decode.bodies import decode_body, state_body
 from subquad.kernels.hybrid_decode.reference import decode_steps, state_of
 from subquad.kernels.inputs import Heads, limit_label, number_label, output_spec
-from subquad.kernels.operator import UNLIMITED, TensorSpec
+from subquad.kernels.operator import UNLIMITED, TensorSpec, node_attributes
 from subquad.runtime.errors import Rejection
 
 Arrays = dict[str, NDArray[Any]]
@@ -148,17 +148,16 @@ class StateVariant:
         return "_".join(parts)
 
     def attributes(self) -> Mapping[str, ir.Attr]:
-        attributes = [
-            ir.AttrString("variant", self.overload),
-            ir.AttrInt64("num_heads", self.num_heads),
-            ir.AttrInt64("num_kv_heads", self.num_kv_heads),
-            ir.AttrFloat32("scale", self.scale),
-            ir.AttrInt64("window_left", self.window_left),
-            ir.AttrInt64("sinks", self.sinks),
-            ir.AttrInt64("allowed_left", self.allowed_left),
-            ir.AttrString("feature_map", self.feature_map),
-        ]
-        return {attribute.name: attribute for attribute in attributes}
+        return node_attributes(
+            self,
+            "num_heads",
+            "num_kv_heads",
+            "scale",
+            "window_left",
+            "sinks",
+            "allowed_left",
+            "feature_map",
+        )
 
     def _tokens(self, length: str, positions: str) -> dict[str, TensorSpec]:
         """Key, value, mask and positions of the tokens of one call."""

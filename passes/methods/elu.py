@@ -17,7 +17,7 @@ from subquad.kernels.hybrid.feature_maps import ELU
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, Wanted
-from subquad.passes.methods.linear_part import linear_rejection
+from subquad.passes.methods.hybrid_site import hybrid_variant, linear_rejection
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -39,17 +39,7 @@ class EluMethod(OneNode):
         return linear_rejection(site)
 
     def lower(self, site: AttentionSite, params: EluParameters) -> HybridVariant:
-        return HybridVariant(
-            num_heads=site.num_heads,
-            num_kv_heads=site.num_kv_heads,
-            head_dim=site.head_dim,
-            value_dim=site.value_dim,
-            scale=site.scale,
-            allowed_left=site.mask.window_left,
-            allowed_right=site.mask.window_right,
-            feature_map=ELU.name,
-            has_key_mask=site.mask.key_padding,
-        )
+        return hybrid_variant(site, feature_map=ELU.name)
 
     def candidates(
         self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted

@@ -23,7 +23,11 @@ from subquad.kernels.hybrid.feature_maps import HEDGEHOG
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, Wanted, parameter
-from subquad.passes.methods.linear_part import identity_maps, linear_rejection
+from subquad.passes.methods.hybrid_site import (
+    hybrid_variant,
+    identity_maps,
+    linear_rejection,
+)
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -49,18 +53,7 @@ class HedgehogMethod(OneNode):
         return linear_rejection(site)
 
     def lower(self, site: AttentionSite, params: HedgehogParameters) -> HybridVariant:
-        return HybridVariant(
-            num_heads=site.num_heads,
-            num_kv_heads=site.num_kv_heads,
-            head_dim=site.head_dim,
-            value_dim=site.value_dim,
-            scale=site.scale,
-            allowed_left=site.mask.window_left,
-            allowed_right=site.mask.window_right,
-            feature_map=HEDGEHOG.name,
-            has_key_mask=site.mask.key_padding,
-            map_dim=params.dims or site.head_dim,
-        )
+        return hybrid_variant(site, feature_map=HEDGEHOG.name, map_dim=params.dims or site.head_dim)
 
     def tensors(
         self, site: AttentionSite, params: HedgehogParameters

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,13 @@ from subquad.kernels.hybrid.feature_maps import SOFTMAX_PAIR
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, Wanted, choice, parameter
-from subquad.passes.methods.linear_part import identity_maps, linear_rejection
+from subquad.passes.methods.hybrid_site import (
+    hybrid_variant,
+    identity_maps,
+    linear_rejection,
+    window_limits,
+    window_rejection,
+)
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -59,30 +64,17 @@ class LolcatsMethod(OneNode):
     parameters: type[LolcatsParameters] = LolcatsParameters
 
     def supports(self, site: AttentionSite, params: LolcatsParameters) -> Rejection | None:
-        if not site.is_self:
-            return Rejection(
-                "cross-attention: query and key positions belong to different sequences, so a "
-                "window has no meaning",
-                where=site.name,
-            )
-        return linear_rejection(site)
+        return window_rejection(site) or linear_rejection(site)
 
     def lower(self, site: AttentionSite, params: LolcatsParameters) -> HybridVariant:
-        causal = site.mask.is_causal
-        return HybridVariant(
-            num_heads=site.num_heads,
-            num_kv_heads=site.num_kv_heads,
-            head_dim=site.head_dim,
-            value_dim=site.value_dim,
-            scale=site.scale,
-            window_left=params.size - 1 if causal else params.size,
-            window_right=0 if causal else params.size,
+        left, right = window_limits(site, params.size)
+        return hybrid_variant(
+            site,
+            window_left=left,
+            window_right=right,
             sinks=params.sinks,
-            allowed_left=site.mask.window_left,
-            allowed_right=site.mask.window_right,
             feature_map=SOFTMAX_PAIR.name,
-            mix=cast(Literal["shared", "lse"], params.mix),
-            has_key_mask=site.mask.key_padding,
+            mix=params.mix,
             map_dim=params.dims or site.head_dim,
         )
 

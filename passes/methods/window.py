@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from subquad.kernels.hybrid.semantics import HybridVariant
-from subquad.kernels.operator import UNLIMITED
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, Wanted, parameter
+from subquad.passes.methods.hybrid_site import hybrid_variant, window_limits, window_rejection
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection
 
@@ -51,17 +51,14 @@ class WindowMethod(OneNode):
     parameters: type[WindowParameters] = WindowParameters
 
     def supports(self, site: AttentionSite, params: WindowParameters) -> Rejection | None:
-        if not site.is_self:
-            return Rejection(
-                "cross-attention: query and key positions belong to different sequences, so a "
-                "window has no meaning",
-                where=site.name,
-            )
+        meaningless = window_rejection(site)
+        if meaningless is not None:
+            return meaningless
         if site.softcap:
             return Rejection(
                 f"softcap {site.softcap:g}: the hybrid operator has no softcap", where=site.name
             )
-        left, right = _window(site, params)
+        left, right = window_limits(site, params.size)
         if (left, right) == (site.mask.window_left, site.mask.window_right):
             return Rejection(
                 f"window {params.size} changes nothing: the site's mask is already "
@@ -71,20 +68,8 @@ class WindowMethod(OneNode):
         return None
 
     def lower(self, site: AttentionSite, params: WindowParameters) -> HybridVariant:
-        left, right = _window(site, params)
-        return HybridVariant(
-            num_heads=site.num_heads,
-            num_kv_heads=site.num_kv_heads,
-            head_dim=site.head_dim,
-            value_dim=site.value_dim,
-            scale=site.scale,
-            window_left=left,
-            window_right=right,
-            sinks=params.sinks,
-            allowed_left=site.mask.window_left,
-            allowed_right=site.mask.window_right,
-            has_key_mask=site.mask.key_padding,
-        )
+        left, right = window_limits(site, params.size)
+        return hybrid_variant(site, window_left=left, window_right=right, sinks=params.sinks)
 
     def candidates(
         self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
@@ -101,16 +86,6 @@ class WindowMethod(OneNode):
                 f"{LEAST_MASS:.0%} of the attention's mass"
             )
         return found
-
-
-def _window(site: AttentionSite, params: WindowParameters) -> tuple[int, int]:
-    """Exact window of a site: the parameters' reach, never beyond the site's own band."""
-    reach = params.size - 1 if site.mask.is_causal else params.size
-    left, right = site.mask.window_left, site.mask.window_right
-    return (
-        reach if left == UNLIMITED else min(reach, left),
-        reach if right == UNLIMITED else min(reach, right),
-    )
 
 
 METHOD = WindowMethod()
