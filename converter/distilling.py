@@ -28,7 +28,7 @@ from subquad.passes.calibrate.data import (
     CalibrationData,
     open_data,
 )
-from subquad.passes.plan import Assignment
+from subquad.passes.plan import DENSE, Assignment
 from subquad.passes.repair.adapters import repair_weights
 from subquad.passes.repair.distil import DistilSettings, distil
 from subquad.runtime.artifact import load
@@ -135,7 +135,7 @@ def distillation(
     """The repair stage that trains on ``data`` with the exact artifact in ``base`` as teacher."""
 
     def repair(model: ir.Model, plan: Sequence[Assignment]) -> Mapping[str, Any]:
-        replaced = [a.site.name for a in plan if a.method.name != "dense"]
+        replaced = [a.site.name for a in plan if a.method.name != DENSE]
         if not replaced:
             return {"distillation": None}
         teacher = load(base, threads=threads, verify=False, config=QUIET_THREADS)

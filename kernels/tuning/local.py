@@ -7,96 +7,39 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from subquad.kernels.host.build import (
-    KERNEL_SECONDS,
-    Candidate,
-    build_candidates,
-    class_name,
-    fields_of,
-)
-from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.one_node import one_node_model
-from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.space import Params
-from subquad.kernels.tuning.search import GIVE_UP, Trial, Values, values_of
-from subquad.kernels.tuning.workload import Workload
-from subquad.runtime.errors import Rejection
-
-MEASURE_SECONDS = 120.0
-"""A measurement that takes longer has hung, or tells nothing for its price."""
+from subquad.kernels.tuning.candidates import CandidateBench
+from subquad.kernels.tuning.search import Trial
 
 START_SECONDS = 30.0
 """What starting a process, the check and the first round may take on top of the time to measure."""
 
 
 @dataclass
-class LocalBench:
-    """See ``search.Bench``; one candidate at a time, since they share the cores.
+class LocalBench(CandidateBench):
+    """See ``search.Bench``; one candidate at a time, since they share the cores."""
 
-    Attributes:
-        variant: whose kernel is tuned.
-        workload: the sizes of the timed calls.
-        target: instruction set, one that this machine has.
-        templates: operator -> ``module:attribute``.
-        threads: of a session.
-        seed: of the inputs.
-    """
-
-    variant: OperatorVariant
-    workload: Workload
-    target: CpuTarget
-    templates: Mapping[str, str]
-    threads: int = 1
-    seed: int = 0
     lanes: int = 1
-    _built: dict[Values, Candidate] = field(default_factory=dict)
-
-    def prepare(self, candidates: Sequence[Params], seconds: float) -> list[str]:
-        results = build_candidates(
-            self.variant,
-            self.target,
-            candidates,
-            templates=self.templates,
-            kernel_seconds=min(KERNEL_SECONDS, max(0.0, seconds)),
-            seconds=seconds,
-        )
-        for params, result in zip(candidates, results, strict=True):
-            if isinstance(result, Candidate):
-                self._built[values_of(params)] = result
-        return [result.reason if isinstance(result, Rejection) else "" for result in results]
 
     def measure(
         self, candidate: Params, best: Params, default: Params, rounds: int, seconds: float
     ) -> Trial:
-        libraries = {"default": self._library(default), "candidate": self._library(candidate)}
-        if values_of(best) != values_of(default):
-            libraries["best"] = self._library(best)
-        seconds = min(seconds, MEASURE_SECONDS)
+        task = self.task(candidate, best, default, rounds, seconds)
         with tempfile.TemporaryDirectory(prefix="subquad-tuning-") as name:
             folder = Path(name)
             (folder / "node.onnx").write_bytes(one_node_model(self.variant).SerializeToString())
-            task = {
-                "variant": class_name(self.variant),
-                "fields": fields_of(self.variant),
+            task |= {
                 "model": str(folder / "node.onnx"),
                 "result": str(folder / "result.json"),
-                "libraries": libraries,
-                "workload": asdict(self.workload),
-                "rounds": rounds,
-                "give_up": GIVE_UP,
-                "seconds": seconds,
-                "threads": self.threads,
-                "seed": self.seed,
             }
-            return run_measure_child("subquad.kernels.tuning.measure_child", task, folder, seconds)
-
-    def _library(self, params: Params) -> str:
-        return str(self._built[values_of(params)].library)
+            child = "subquad.kernels.tuning.measure_child"
+            return run_measure_child(child, task, folder, task["seconds"])
 
 
 def run_measure_child(module: str, task: Mapping[str, Any], folder: Path, seconds: float) -> Trial:

@@ -16,26 +16,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any
 
-from subquad.kernels.host.build import (
-    KERNEL_SECONDS,
-    Candidate,
-    build_candidates,
-    class_name,
-    fields_of,
-)
-from subquad.kernels.kernel import CpuTarget
-from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.space import Params
-from subquad.kernels.tuning.search import GIVE_UP, Trial, Values, values_of
-from subquad.kernels.tuning.workload import Workload
-from subquad.runtime.errors import Rejection, TargetUnavailableError, UsageError
+from subquad.kernels.tuning.candidates import CandidateBench
+from subquad.kernels.tuning.search import Trial
+from subquad.runtime.errors import TargetUnavailableError, UsageError
 
-MEASURE_SECONDS = 120.0
 START_SECONDS = 60.0
 """For starting TVM, getting a server and the check, on top of the time to measure."""
 
@@ -118,68 +108,28 @@ def open_tracker(address: str, key: str) -> Iterator[Tracker]:
             worker.close()
 
 
-@dataclass
-class RpcBench:
-    """See ``search.Bench``; as many candidates at once as there are servers."""
+@dataclass(kw_only=True)
+class RpcBench(CandidateBench):
+    """See ``search.Bench``; as many candidates at once as there are servers of ``tracker``."""
 
-    variant: OperatorVariant
-    workload: Workload
-    target: CpuTarget
-    templates: Mapping[str, str]
     tracker: Tracker
-    threads: int = 1
-    seed: int = 0
-    _built: dict[Values, Candidate] = field(default_factory=dict)
+    hosted: bool = False
 
     @property
     def lanes(self) -> int:
         return len(self.tracker.workers)
 
-    def prepare(self, candidates: Sequence[Params], seconds: float) -> list[str]:
-        results = build_candidates(
-            self.variant,
-            self.target,
-            candidates,
-            templates=self.templates,
-            hosted=False,
-            kernel_seconds=min(KERNEL_SECONDS, max(0.0, seconds)),
-            seconds=seconds,
-        )
-        for params, result in zip(candidates, results, strict=True):
-            if isinstance(result, Candidate):
-                self._built[values_of(params)] = result
-        return [result.reason if isinstance(result, Rejection) else "" for result in results]
-
     def measure(
         self, candidate: Params, best: Params, default: Params, rounds: int, seconds: float
     ) -> Trial:
-        libraries = {"default": self._library(default), "candidate": self._library(candidate)}
-        if values_of(best) != values_of(default):
-            libraries["best"] = self._library(best)
-        seconds = min(seconds, MEASURE_SECONDS)
-        task = {
-            "do": "measure",
-            "key": self.tracker.key,
-            "variant": class_name(self.variant),
-            "fields": fields_of(self.variant),
-            "libraries": libraries,
-            "workload": asdict(self.workload),
-            "rounds": rounds,
-            "give_up": GIVE_UP,
-            "seconds": seconds,
-            "start_seconds": START_SECONDS,
-            "threads": self.threads,
-            "seed": self.seed,
-        }
-        reply = self.tracker.ask(task, seconds + START_SECONDS)
+        task = self.task(candidate, best, default, rounds, seconds)
+        task |= {"do": "measure", "key": self.tracker.key, "start_seconds": START_SECONDS}
+        reply = self.tracker.ask(task, task["seconds"] + START_SECONDS)
         if "times" in reply:
             return Trial("ok", times=reply["times"])
         if "wrong" in reply:
             return Trial("wrong", reply["wrong"])
         return Trial("failed", reply["failed"])
-
-    def _library(self, params: Params) -> str:
-        return str(self._built[values_of(params)].library)
 
 
 class _Worker:

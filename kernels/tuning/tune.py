@@ -197,7 +197,7 @@ def _bench_maker(
         tracker = stack.enter_context(open_tracker(*rpc))
 
         def remote(variant: OperatorVariant, workload: Workload) -> Bench:
-            return RpcBench(variant, workload, target, templates, tracker, threads, seed)
+            return RpcBench(variant, workload, target, templates, threads, seed, tracker=tracker)
 
         return f"rpc {rpc[1]}", remote
     lacking = sorted(set(target.flags) - cpu_flags())

@@ -113,6 +113,13 @@ def test_weights_around_an_attention() -> None:
     assert repair_weights(model, ["elsewhere"]) == RepairWeights((), ())
 
 
+def test_a_matrix_that_something_else_reads_is_left_alone() -> None:
+    model = student_model(1)
+    (use,) = model.graph.initializers["k.weight"].uses()
+    use.node.replace_input_with(use.idx, model.graph.initializers["q.weight"])
+    assert repair_weights(model, ["attention"]).projections == ("v.weight", "o.weight")
+
+
 def test_loss_falls_and_the_merged_model_has_it() -> None:
     model = student_model(1)
     before = weights_of(model)

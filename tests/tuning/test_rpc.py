@@ -113,7 +113,7 @@ def test_outcomes(tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, wrong, crashing and hanging kernels, as on this machine; the servers live on."""
     monkeypatch.setattr(rpc, "START_SECONDS", 40.0)
     with open_tracker(tracker, KEY) as found:
-        bench = RpcBench(*SMALL, X86_64_V3, TEMPLATES, found)
+        bench = RpcBench(*SMALL, X86_64_V3, TEMPLATES, tracker=found)
         assert bench.lanes == 2
         modes = (RIGHT, ALSO_RIGHT, SKIPS, DIES, HANGS)
         assert bench.prepare([{"mode": mode} for mode in modes], 300.0) == [""] * len(modes)
