@@ -16,7 +16,6 @@ from click.testing import Result
 
 import subquad
 import tiny_artifact
-from subquad import cli as cli_module
 from subquad.kernels.tuning.choose import TuningOptions
 from subquad.runtime import errors
 from tiny_artifact import Tiny, feeds, save_npz
@@ -68,7 +67,7 @@ class FakePipeline:
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
     fake = FakePipeline()
-    monkeypatch.setattr(cli_module, "_converter", lambda: fake)
+    monkeypatch.setattr("subquad.commands.convert.load_pipeline", lambda: fake)
     return fake
 
 

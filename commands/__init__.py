@@ -1,0 +1,1 @@
+"""The commands of ``subquad``: small functions that import what they need when they run."""
