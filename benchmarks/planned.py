@@ -6,6 +6,7 @@
 Calibrates on articles of Wikipedia and files of the standard library, then validates the artifact
 on other articles and other files. Prints one row per text: perplexity over that of the source; what
 was saved, what planning took, and how far the artifact still copies. ``--output``: all as JSON.
+``--folder`` keeps texts and artifact; the same command goes on there if it was interrupted.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def sources() -> list[str]:
 def write_texts(folder: Path) -> tuple[Path, dict[str, Path]]:
     """The calibration folder, and a test text of each kind; every third document is for tests."""
     calibration = folder / "calibration"
-    calibration.mkdir()
+    calibration.mkdir(exist_ok=True)
     tests = {}
     for kind, documents in {"wikipedia": articles(), "code": sources()}.items():
         tests[kind] = folder / f"{kind}.txt"
@@ -85,23 +86,28 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     calibration, tests = write_texts(folder)
     source = options.source or third_party.smollm2()
     threads = ("--threads", options.threads) if options.threads else ()
-    shared = ("--budget", options.budget, "--lengths", str(options.length), *threads)
+    budget = ("--budget", options.budget)
     report = subquad(
-        *("convert", source, folder / "artifact", "--data", calibration, *shared),
+        *("convert", source, folder / "artifact", "--data", calibration, "--overwrite"),
+        *(*budget, "--lengths", str(options.length), *threads),
         *("--minimize", options.minimize, "--kernels", options.kernels),
         *("--calibration-tokens", str(options.calibration_tokens)),
         *("--heldout-tokens", str(options.heldout_tokens)),
+        *(("--methods", options.methods) if options.methods else ()),
     )
     plan = report["planning"]["plan"]
-    texts = {}
-    for kind, path in tests.items():
-        result = subquad(
-            *("validate", folder / "artifact", "--data", path, *shared),
-            *("--paddings", "none", "--rows", str(options.rows)),
-            *("--no-metamorphic", "--no-attention"),
-        )
-        (case,) = result["cases"]
-        texts[kind] = {"verdict": result["verdict"], **case["logits"]}
+    texts = []
+    for length in options.test_lengths or [options.length]:
+        for kind, path in tests.items():
+            result = subquad(
+                *("validate", folder / "artifact", "--data", path, *budget, *threads),
+                *("--lengths", str(length), "--paddings", "none", "--rows", str(options.rows)),
+                *("--no-metamorphic", "--no-attention"),
+            )
+            (case,) = result["cases"]
+            texts.append(
+                {"text": kind, "length": length, "verdict": result["verdict"], **case["logits"]}
+            )
     return {
         "source": str(source),
         "length": options.length,
@@ -126,21 +132,28 @@ def main() -> None:
     parser.add_argument("--budget", default="ppl=1%")
     parser.add_argument("--minimize", default="flops")
     parser.add_argument("--kernels", default="none", choices=["none", "cpu"])
+    parser.add_argument("--methods", help="methods the plan may use [default: all]")
     parser.add_argument("--threads")
+    parser.add_argument("--test-lengths", type=int, nargs="+", help="[default: that of the plan]")
     parser.add_argument("--rows", type=int, default=2, help="rows of each test text")
     parser.add_argument("--calibration-tokens", type=int, default=8192)
     parser.add_argument("--heldout-tokens", type=int, default=16384)
+    parser.add_argument("--folder", type=Path, help="keep everything there")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="subquad-planned-") as scratch:
-        found = measure(options, Path(scratch))
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        found = measure(options, options.folder)
+    else:
+        with tempfile.TemporaryDirectory(prefix="subquad-planned-") as scratch:
+            found = measure(options, Path(scratch))
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")
-    print("| text | ppl of the source | ratio | KL | budget |\n|---|---|---|---|---|")
-    for kind, text in found["texts"].items():
+    print("| text | tokens | ppl of the source | ratio | KL | budget |\n" + "|---" * 6 + "|")
+    for text in found["texts"]:
         print(
-            f"| {kind} | {text['reference_perplexity']:.3f} | {text['perplexity_ratio']:.4f} "
-            f"| {text['kl_mean']:.4f} | {text['verdict']} |"
+            f"| {text['text']} | {text['length']} | {text['reference_perplexity']:.3f} "
+            f"| {text['perplexity_ratio']:.4f} | {text['kl_mean']:.4f} | {text['verdict']} |"
         )
     kept = found["probes"].get("recall_kept")
     print(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from subquad.runtime import onnx_wire
-from subquad.runtime.artifact import check_files, load, open_manifest, read_model
+from subquad.runtime.artifact import check_files, load, open_manifest
 from subquad.runtime.budget import EXACT_LIMIT, Budget
 from subquad.runtime.errors import (
     BudgetError,
@@ -29,9 +28,9 @@ from subquad.runtime.errors import (
     UsageError,
 )
 from subquad.runtime.jsonable import json_ready
-from subquad.runtime.kernel_library import KernelMode, choose_kernels
+from subquad.runtime.kernel_library import KernelMode
 from subquad.runtime.machine import peak_rss_bytes
-from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME, Manifest, SiteRecord
+from subquad.runtime.manifest import REFERENCE_NAME, Manifest
 from subquad.runtime.metamorphic import (
     Change,
     MetamorphicResult,
@@ -44,7 +43,7 @@ from subquad.runtime.metamorphic import (
     real_tokens,
     select,
 )
-from subquad.runtime.metrics import Difference, LogitsDifference, relative_change
+from subquad.runtime.metrics import Difference, LogitsDifference
 from subquad.runtime.samples import (
     PADDINGS,
     Batch,
@@ -55,13 +54,12 @@ from subquad.runtime.samples import (
     open_samples,
 )
 from subquad.runtime.session import QUIET_THREADS, open_session, run_session
+from subquad.runtime.site_comparison import SiteComparison, SiteResult, as_vectors
 
 Progress = Callable[[str, float | None], None]
 Verdict = Literal["pass", "fail", "measured"]
 Values = Mapping[str, NDArray[Any]]
 
-# Site values held at a time, of both models together.
-_SITE_BYTES = 512 << 20
 # Three or more runs per change: long sequences would take most of the time and show no more.
 _METAMORPHIC_LENGTH = 1024
 
@@ -81,26 +79,6 @@ class CaseResult:
     rows: int
     outputs: dict[str, dict[str, Any]]
     logits: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class SiteResult:
-    """One attention, over all cases.
-
-    Attributes:
-        name, index, method: as in the manifest.
-        relative_l2: worst case; ``None`` if it could not be read.
-        length, padding: the worst case.
-        note: why it could not be compared.
-    """
-
-    name: str
-    index: int
-    method: str
-    relative_l2: float | None
-    length: int | None = None
-    padding: str = ""
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,7 +190,7 @@ def validate(
         if run.failures:
             raise BudgetError(f"{folder}: {run.failures[0]}")
         raise UnsupportedModelError(f"{folder}: no length could be compared. {why}")
-    site_results = run.compare_sites(site_tolerance) if sites else ()
+    site_results = run.compare_sites() if sites else ()
     exact = all(record.method == "dense" for record in manifest.sites)
     measured = run.measured()
     diverging = [s for s in site_results if (s.relative_l2 or 0.0) > site_tolerance]
@@ -325,7 +303,6 @@ class _Validation:
         self._cases: list[Case] = []
         self._logits: dict[int, LogitsDifference] = {}
         self._leak: tuple[Batch, Change] | None = None
-        self._kept: dict[str, tuple[tuple[str, ...], Any]] = {}
 
     def plan(self, lengths: Sequence[int], paddings: Sequence[str]) -> None:
         """Decide what runs."""
@@ -401,36 +378,25 @@ class _Validation:
             self._explain_untested()
         return dataclasses.asdict(artifact.execution)
 
-    def compare_sites(self, tolerance: float) -> tuple[SiteResult, ...]:
+    def compare_sites(self) -> tuple[SiteResult, ...]:
         """Compare the value of every attention; find where a leak starts."""
-        records, results = self._readable_sites()
-        if not records:
-            return tuple(results)
-        worst: dict[str, tuple[float, Case]] = {}
-        notes: dict[str, str] = {}
-        try:
-            if self._leak is not None:
-                self._localise(records)
-            for case in self._cases:
-                for group in self._groups(records, case):
-                    self._compare_group(group, case, worst, notes)
-        except SubquadError as error:
-            self.notes.append(f"attentions could not be compared: {error}")
-        for record in records:
-            name = record.site["name"]
-            error_value, case_of = worst.get(name, (None, None))
-            results.append(
-                SiteResult(
-                    name=name,
-                    index=record.site["index"],
-                    method=record.method,
-                    relative_l2=error_value,
-                    length=case_of.length if case_of else None,
-                    padding=case_of.padding if case_of else "",
-                    note=notes.get(name, "" if case_of else "not compared"),
-                )
+        comparison = SiteComparison(
+            self.folder,
+            self.manifest,
+            self.samples,
+            self.layout,
+            provider=self.provider,
+            threads=self.threads,
+            kernels=self.kernels,
+            report=self.report,
+        )
+        results = comparison.run(self._cases, self._leak)
+        self.notes += comparison.notes
+        if comparison.leaking_site is not None:
+            self.metamorphic.violations[0] = dataclasses.replace(
+                self.metamorphic.violations[0], site=comparison.leaking_site
             )
-        return tuple(sorted(results, key=lambda item: item.index))
+        return results
 
     def measured(self) -> dict[str, float | None]:
         """The figures of ``budget.METRICS``; ``None`` where the model has no such thing."""
@@ -476,7 +442,7 @@ class _Validation:
                 )
             found = length_axis(spec.shape, reference, real)
             if found is None:
-                pair = [_vectors(reference), _vectors(model)]
+                pair = [as_vectors(reference), as_vectors(model)]
                 labels = np.full(len(pair[0]), -1, np.int64)
             else:
                 axis, mask = found
@@ -584,119 +550,6 @@ class _Validation:
             if relation not in self.metamorphic.checks:
                 self.metamorphic.not_applicable[relation] = reason
 
-    def _readable_sites(self) -> tuple[list[SiteRecord], list[SiteResult]]:
-        """Sites whose values exist in both graphs, and results for the others."""
-        have_model = _values_of(self.folder, MODEL_NAME)
-        have_reference = _values_of(self.folder, REFERENCE_NAME)
-        readable, results = [], []
-        for record in sorted(self.manifest.sites, key=lambda item: item.site["index"]):
-            site = record.site
-            note = ""
-            if site["output"] not in have_model:
-                note = f"{MODEL_NAME} has no value {site['output']!r}"
-            elif site["source_output"] not in have_reference:
-                note = f"{REFERENCE_NAME} has no value {site['source_output']!r}"
-            if note:
-                results.append(
-                    SiteResult(site["name"], site["index"], record.method, None, note=note)
-                )
-            else:
-                readable.append(record)
-        return readable, results
-
-    def _groups(self, records: Sequence[SiteRecord], case: Case) -> Iterator[list[SiteRecord]]:
-        """Sites in graph order, so many at a time that their values fit ``_SITE_BYTES``."""
-        rows = max(count for _, count in case.parts)
-        group: list[SiteRecord] = []
-        held = 0
-        for record in records:
-            heads, size = record.site.get("num_heads", 1), record.site.get("value_dim", 1)
-            # float32, in both models
-            needed = 8 * rows * heads * size * max(1, case.length)
-            if group and held + needed > _SITE_BYTES:
-                yield group
-                group, held = [], 0
-            group.append(record)
-            held += needed
-        yield group
-
-    def _compare_group(
-        self,
-        group: Sequence[SiteRecord],
-        case: Case,
-        worst: dict[str, tuple[float, Case]],
-        notes: dict[str, str],
-    ) -> None:
-        self.report(f"attentions: length {case.length}, padding {case.padding}", None)
-        model_names = [record.site["output"] for record in group]
-        reference_names = [record.site["source_output"] for record in group]
-        differences = {record.site["name"]: Difference() for record in group}
-        for batch in self.samples.batches(case):
-            real = real_tokens(self.layout, batch.feeds)
-            want = self._read_values(REFERENCE_NAME, reference_names, batch.feeds)
-            got = self._read_values(MODEL_NAME, model_names, batch.feeds)
-            for record, model_name, reference_name in zip(
-                group, model_names, reference_names, strict=True
-            ):
-                name = record.site["name"]
-                model = got[model_name]
-                reference = _as_heads(want[reference_name], model)
-                if reference is None:
-                    notes[name] = (
-                        f"shapes differ: {list(model.shape)} in the model, "
-                        f"{list(want[reference_name].shape)} in the reference"
-                    )
-                    continue
-                pair = [_site_vectors(values, real) for values in (reference, model)]
-                differences[name].add(pair[0], pair[1])
-        for name, difference in differences.items():
-            if difference.vectors and difference.relative_l2 > worst.get(name, (-1.0, case))[0]:
-                worst[name] = (difference.relative_l2, case)
-
-    def _read_values(self, file: str, names: Sequence[str], feeds: Values) -> Values:
-        session = self._tapped(file, tuple(dict.fromkeys(names)))
-        unique = list(dict.fromkeys(names))
-        return dict(zip(unique, run_session(session, feeds, unique), strict=True))
-
-    def _tapped(self, file: str, names: tuple[str, ...]) -> Any:
-        """A session of ``file`` that also returns ``names``; the last one of each file is kept."""
-        if file in self._kept and self._kept[file][0] == names:
-            return self._kept[file][1]
-        self._kept.pop(file, None)
-        outputs = {spec.name for spec in self.manifest.outputs}
-        extended = onnx_wire.add_outputs(
-            read_model(self.folder, file), [name for name in names if name not in outputs]
-        )
-        is_model = file == MODEL_NAME
-        provider = self.provider if is_model else "cpu"
-        mode: KernelMode = self.kernels if is_model else "off"
-        session = open_session(
-            extended,
-            folder=self.folder,
-            provider=provider,
-            threads=self.threads,
-            config=QUIET_THREADS,
-            libraries=choose_kernels(self.folder, self.manifest, mode, provider=provider).paths,
-        )
-        self._kept[file] = (names, session)
-        return session
-
-    def _localise(self, records: Sequence[SiteRecord]) -> None:
-        """Name the first site that reacts to the first leak that was found."""
-        assert self._leak is not None
-        batch, change = self._leak
-        names = [record.site["output"] for record in records]
-        before = self._read_values(MODEL_NAME, names, batch.feeds)
-        after = self._read_values(MODEL_NAME, names, change.feeds)
-        for record in records:
-            name = record.site["output"]
-            values = [_site_vectors(item[name], change.keep) for item in (before, after)]
-            if relative_change(values[0], values[1]) > 0.0:
-                self.metamorphic.violations[0] = dataclasses.replace(
-                    self.metamorphic.violations[0], site=record.site["name"]
-                )
-                return
-
 
 def _worst(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
     if any(math.isnan(value) for value in values):
@@ -721,38 +574,6 @@ def _leak_sentences(violations: Sequence[Violation]) -> list[str]:
             f"{violation.change:.3g}){site}",
         )
     return list(sentences.values())
-
-
-def _values_of(folder: Path, file: str) -> frozenset[str]:
-    try:
-        return onnx_wire.value_names(read_model(folder, file))
-    except ValueError as error:
-        raise IntegrityError(f"{folder / file} is not an ONNX file: {error}.") from error
-
-
-def _vectors(values: NDArray[Any]) -> NDArray[Any]:
-    return values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
-
-
-def _as_heads(reference: NDArray[Any], model: NDArray[Any]) -> NDArray[Any] | None:
-    """``reference`` in the layout ``[batch, heads, length, size]`` of ``model``."""
-    if reference.shape == model.shape:
-        return reference
-    if model.ndim == 4 and reference.ndim == 3:
-        batch, heads, length, size = model.shape
-        if reference.shape == (batch, length, heads * size):
-            return reference.reshape(batch, length, heads, size).transpose(0, 2, 1, 3)
-    return None
-
-
-def _site_vectors(values: NDArray[Any], real: Mapping[str, NDArray[np.bool_]]) -> NDArray[Any]:
-    """Rows of a site output ``[batch, heads, length, size]`` that belong to real tokens."""
-    if values.ndim == 4:
-        batch, heads, _, size = values.shape
-        found = length_axis((batch, heads, "length", size), values, real)
-        if found is not None:
-            return select(values, *found)
-    return _vectors(values)
 
 
 def _tokens(count: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from subquad.runtime import validate as validate_module
+from subquad.runtime import site_comparison
 from subquad.runtime.budget import Budget
 from subquad.runtime.errors import (
     IntegrityError,
@@ -70,7 +70,7 @@ def test_sites_read_in_small_groups_give_the_same(
 ) -> None:
     folder = make(Tiny(perturbed=1))
     together = quick(folder, metamorphic=False).sites
-    monkeypatch.setattr(validate_module, "_SITE_BYTES", 1)
+    monkeypatch.setattr(site_comparison, "_SITE_BYTES", 1)
     assert quick(folder, metamorphic=False).sites == together
 
 
