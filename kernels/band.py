@@ -166,7 +166,7 @@ def split_queries(
     """
     length = body("Mul", blocks, block)
     missing = body("Sub", length, body.dim(query, 2))
-    padded = body("Pad", query, body("Concat", 0, missing, axis=0), None, [2])
+    padded = body.pad(query, 2, 4, after=missing)
     if heads.group == 1:
         return body.reshape(padded, 0, heads.num_kv_heads, blocks, block, -1)
     split = body.reshape(padded, 0, heads.num_kv_heads, heads.group, blocks, block, -1)
@@ -231,7 +231,7 @@ def _extended_rows(
             shape = body.shape(1, heads.num_kv_heads, 1, body.dim(source, 3))
             rows.append(body("GatherElements", source, body("Expand", index, shape), axis=2))
     if virtual is not None:
-        keys = [body("Pad", rows, [0, 1], None, [3]) for rows in keys]
+        keys = [body.pad(rows, 3, 4, after=1) for rows in keys]
         unit = np.zeros((1, 1, 1, heads.head_dim + 1), dtype=np.float32)
         unit[..., -1] = 1.0
         nothing = np.zeros((1, 1, 1, heads.value_dim), dtype=np.float32)
@@ -290,7 +290,7 @@ def _tiles(
         shape = body("Concat", blocks, 1, axis=0)
         columns.append(body("Expand", body.unsqueeze(after, 0), shape))
     if has_virtual:
-        bias = body("Pad", bias, [0, 1], None, [3])
+        bias = body.pad(bias, 3, 4, after=1)
     return _Tiles(
         block=block,
         blocks=blocks,

@@ -114,6 +114,24 @@ class Body:
     def slice(self, value: ir.Value, start: Operand, end: Operand, axis: int) -> ir.Value:
         return self("Slice", value, start, end, [axis])
 
+    def pad(
+        self, value: ir.Value, axis: int, rank: int, *, before: int = 0, after: ir.Value | int = 0
+    ) -> ir.Value:
+        """``value`` with zeros before and after along one axis.
+
+        Pads are written for all axes: with ``axes``, ONNX Runtime's transpose optimizer permutes
+        them as if they were for all, and the model fails where a transposition comes before.
+        """
+        zeros = [0] * rank
+        if isinstance(after, int):
+            pads = [*zeros, *zeros]
+            pads[axis], pads[rank + axis] = before, after
+            return self("Pad", value, pads)
+        first = [*zeros, *zeros[:axis]]
+        first[axis] = before
+        rest = [zeros[axis + 1 :]] if axis + 1 < rank else []
+        return self("Pad", value, self("Concat", first, after, *rest, axis=0))
+
     def matmul_transposed(self, a: ir.Value, b: ir.Value, rank: int) -> ir.Value:
         """``a @ b^T`` over the last two axes (the runtime fuses the transposition)."""
         perm = [*range(rank - 2), rank - 1, rank - 2]

@@ -170,7 +170,7 @@ def _ones_column(body: Body, query: ir.Value) -> ir.Value:
 
 
 def _pad_to(body: Body, value: ir.Value, width: int, have: int) -> ir.Value:
-    return value if have == width else body("Pad", value, [0, width - have], None, [3])
+    return value if have == width else body.pad(value, 3, 4, after=width - have)
 
 
 def _repeat_heads(body: Body, value: ir.Value, heads: Heads, width: int) -> ir.Value:

@@ -100,7 +100,7 @@ def _row(body: Body, variant: StateVariant, given: Mapping[str, ir.Value]) -> _R
     past = {part: given.get(f"past_window_{part}") for part in ("keys", "values", "mask")}
     if past["keys"] is None:
         # A first piece: nothing stands in the window.
-        rows = {name: body("Pad", given[name], [slots, 0], None, [2]) for name in ("key", "value")}
+        rows = {name: body.pad(given[name], 2, 4, before=slots) for name in ("key", "value")}
         behind = body("GreaterOrEqual", body.arange(body("Add", length, slots)), slots)
         real = body("And", real, behind)
         if mask is not None:
