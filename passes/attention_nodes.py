@@ -18,6 +18,7 @@ from subquad.kernels.operator import (
 )
 from subquad.passes.recognise.layout import Operand
 from subquad.passes.recognise.mask import MaskKind
+from subquad.passes.recognise.sinks import Sinks
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class SharedInputs:
     query_positions: ir.Value | None = None
     key_positions: ir.Value | None = None
     score_bias: ir.Value | None = None
+    slopes: ir.Value | None = None
     sink_logits: ir.Value | None = None
 
 
@@ -91,6 +93,42 @@ class NodeBuilder:
             total = term if total is None else self.op("Add", total, term)
         assert total is not None
         return total
+
+    def floats(self, values: Sequence[float]) -> ir.Value:
+        """A float32 constant of rank 1."""
+        tensor = ir.tensor(np.array(values, dtype=np.float32))
+        output = ir.Value(
+            type=ir.TensorType(ir.DataType.FLOAT),
+            shape=ir.Shape([len(values)]),
+            const_value=tensor,
+        )
+        return self._tape.op("Constant", [], {"value": tensor}, output=output)
+
+    def sink_logits(self, sinks: Sinks, value: ir.Value | None, num_heads: int) -> ir.Value:
+        """``[num_heads]`` from the tensor that holds the logits."""
+        if value is None:
+            return self.floats([sinks.number] * num_heads)
+        flat = self.op("Reshape", value, self.ints([-1]))
+        return self.op("Gather", flat, self.ints(sinks.indices), axis=0)
+
+    def broadcast(self, value: ir.Value, like: ir.Value) -> ir.Value:
+        """One batch row repeated for each of ``like``."""
+        batch = self.op("Shape", like, dtype=ir.DataType.INT64, start=0, end=1)
+        shape = self.op("Concat", batch, self.ints([1, 1, 1]), dtype=ir.DataType.INT64, axis=0)
+        return self.op("Expand", value, shape)
+
+    def operands(
+        self,
+        operands: Sequence[Operand],
+        values: Sequence[ir.Value],
+        broadcast: Sequence[bool],
+    ) -> list[ir.Value]:
+        """Query, key and value in the operator's layout, with one batch size."""
+        moved = [self.operand(o, v) for o, v in zip(operands, values, strict=True)]
+        whole = next((v for v, one in zip(moved, broadcast, strict=True) if not one), moved[0])
+        return [
+            self.broadcast(v, whole) if one else v for v, one in zip(moved, broadcast, strict=True)
+        ]
 
     def positions(
         self,
@@ -207,6 +245,7 @@ def variant_inputs(
         "query_positions": shared.query_positions,
         "key_positions": shared.key_positions,
         "score_bias": shared.score_bias,
+        "slopes": shared.slopes,
         "sink_logits": shared.sink_logits,
         "": None,
         **(extra or {}),

@@ -110,7 +110,7 @@ def make_plan(sites: Sequence[AttentionSite], requests: Sequence[Request]) -> li
 
 def declined_by(method: Method[Any], site: AttentionSite, params: Any) -> Rejection | None:
     """Why a method cannot have this site: its own reason, or a bias that only dense adds."""
-    if method.name != DENSE and (site.biases or site.has_sinks):
+    if method.name != DENSE and site.adds_to_scores:
         return Rejection(
             f"scores have more than a mask ({site.describe()}): only exact attention keeps it",
             where=site.name,

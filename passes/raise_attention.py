@@ -24,20 +24,24 @@ from subquad.passes.attention_nodes import (
 )
 from subquad.passes.recognise.affine import ZERO, OpaqueError
 from subquad.passes.recognise.bias import Separated, joint_axes, separate
-from subquad.passes.recognise.candidates import Candidate, find_candidates, node_label
+from subquad.passes.recognise.candidates import Candidate, node_label
+from subquad.passes.recognise.find import add_twins, find_candidates
 from subquad.passes.recognise.mask import DerivedMask, ScoreShape
 from subquad.passes.recognise.merged import split_merged_heads
 from subquad.passes.recognise.probe import (
     PADDING_ROLE,
     ROLES,
+    SINK_ROLE,
     Question,
     bias_role,
     probe_masks,
     probe_node,
 )
 from subquad.passes.recognise.site import AttentionSite, Proof
+from subquad.passes.recognise.softmax import fold_softmax
+from subquad.passes.recognise.spelled_out import Twin
 from subquad.passes.recognise.subgraph import Piece
-from subquad.passes.recognise.symbolic import Interpreter
+from subquad.passes.recognise.symbolic import Interpreter, TableInterpreter
 from subquad.runtime.errors import Rejection, UnsupportedModelError
 
 # From here on axes of Squeeze, ReduceMean and the like are inputs, and softmax has one axis.
@@ -87,18 +91,25 @@ class _Raiser:
     def __init__(self, model: ir.Model) -> None:
         self._model = model
         self._interpreter = Interpreter()
+        self._tables = TableInterpreter()
         self._masks: dict[object, tuple[Separated, int] | OpaqueError] = {}
         self._pieces: dict[object, Piece] = {}
         self._shared: dict[object, SharedInputs] = {}
         self._biases: dict[object, ir.Value] = {}
+        self._slopes: dict[tuple[float, ...], ir.Value] = {}
         self._replaced: dict[ir.Value, ir.Value] = {}
         self._names: set[str] = set()
+        self._twins: dict[ir.Node, Twin] = {}
 
     def run(self) -> RaisedSites:
+        self._interpreter.add_types(self._model.graph)
+        fold_softmax(self._model, self._interpreter)
         split_merged_heads(self._model, self._interpreter)
         proved: list[_Proved] = []
         rejections: list[Rejection] = []
-        for found in find_candidates(self._model, self._interpreter):
+        twins = add_twins(self._model, self._interpreter)
+        self._twins = {node: twin for node, twin in twins.items() if isinstance(twin, Twin)}
+        for found in find_candidates(self._model, self._interpreter, twins):
             if isinstance(found, Rejection):
                 rejections.append(found)
                 continue
@@ -107,7 +118,7 @@ class _Raiser:
             except OpaqueError as error:
                 rejections.append(Rejection(str(error), where=node_label(found.anchor)))
         sites = tuple(self._raise(item, index) for index, item in enumerate(proved))
-        if sites:
+        if sites or twins:
             common_passes.RemoveUnusedNodesPass()(self._model)
             # A node is inserted where its output was made: shared inputs may be needed earlier.
             self._model.graph.sort()
@@ -119,7 +130,9 @@ class _Raiser:
         shape = candidate.score_shape(self._interpreter)
         separated, mask_probes = self._prove_mask(candidate, shape)
         derived = separated.derived
-        candidate = replace(candidate, masks=separated.masks, biases=separated.biases)
+        candidate = replace(
+            candidate, masks=separated.masks, biases=separated.biases, alibi=separated.alibi
+        )
         sizes = candidate.sizes
         variant = AttentionVariant(
             num_heads=sizes.num_heads,
@@ -132,14 +145,21 @@ class _Raiser:
             window_right=derived.predicate.window_right,
             has_key_mask=derived.predicate.key_padding,
             score_bias=joint_axes(candidate.biases),
+            alibi="none" if candidate.alibi is None else candidate.alibi.kind,
+            has_sink_logits=candidate.sinks is not None,
         )
         question = Question(self._model, self._interpreter, candidate, shape, derived)
-        node_probes, error = probe_node(question, self._raised_piece(candidate, variant, derived))
-        proof = Proof(derived.derivation, mask_probes, node_probes, error)
+        probes = probe_node(question, self._raised_piece(candidate, variant, derived))
+        proof = Proof(
+            derived.derivation, mask_probes, probes.count, probes.max_error, probes.empty_rows
+        )
         return _Proved(candidate, shape, derived, variant, proof)
 
     def _prove_mask(self, candidate: Candidate, shape: ScoreShape) -> tuple[Separated, int]:
-        cache_key = (candidate.masks, candidate.mask_axes, candidate.is_causal, shape)
+        beside_sinks = candidate.sinks is not None
+        cache_key = (
+            *(candidate.masks, candidate.mask_axes, candidate.is_causal, shape, beside_sinks),
+        )
         if cache_key not in self._masks:
             try:
                 self._masks[cache_key] = self._derive_and_probe(candidate, shape)
@@ -152,7 +172,12 @@ class _Raiser:
 
     def _derive_and_probe(self, candidate: Candidate, shape: ScoreShape) -> tuple[Separated, int]:
         separated = separate(
-            self._interpreter, candidate.masks, shape, is_causal=candidate.is_causal
+            self._interpreter,
+            candidate.masks,
+            shape,
+            self._tables,
+            is_causal=candidate.is_causal,
+            beside_sinks=candidate.sinks is not None,
         )
         self._check_padding_input(separated.derived, shape)
         candidate = replace(candidate, masks=separated.masks)
@@ -180,17 +205,22 @@ class _Raiser:
         self, candidate: Candidate, variant: AttentionVariant, derived: DerivedMask
     ) -> Piece:
         """A model of the raised node alone, fed by role; shared by sites of one kind."""
-        operands = (candidate.query, candidate.key, candidate.value)
+        operands, broadcast = candidate.operands, candidate.broadcast(self._interpreter)
         layout = tuple((operand.perm, operand.heads) for operand in operands)
-        alignment = derived.predicate.alignment
+        alignment, sinks = derived.predicate.alignment, candidate.sinks
+        slopes = () if candidate.alibi is None else candidate.alibi.slopes
+        columns = None if sinks is None else (sinks.indices, sinks.number)
         ranks = [len(self._interpreter.tensor(bias.value).shape) for bias in candidate.biases]
         terms = tuple((bias.kind, rank) for bias, rank in zip(candidate.biases, ranks, strict=True))
-        cache_key = (variant, layout, alignment, candidate.mask_axes, terms)
+        cache_key = (
+            *(variant, layout, broadcast, alignment, candidate.mask_axes),
+            *(terms, slopes, columns),
+        )
         if cache_key in self._pieces:
             return self._pieces[cache_key]
         builder = NodeBuilder()
         inputs = [ir.Value(name=role, type=ir.TensorType(ir.DataType.FLOAT)) for role in ROLES]
-        query, key, value = (builder.operand(o, v) for o, v in zip(operands, inputs, strict=True))
+        query, key, value = builder.operands(operands, inputs, broadcast)
         mask: ir.Value | None = None
         if variant.has_key_mask:
             mask = ir.Value(name=PADDING_ROLE, type=ir.TensorType(ir.DataType.BOOL))
@@ -214,6 +244,16 @@ class _Raiser:
                 score_axes=candidate.mask_axes,
             )
             shared = replace(shared, score_bias=total)
+        if slopes:
+            shared = replace(shared, slopes=builder.floats(slopes))
+        if sinks is not None:
+            logits: ir.Value | None = None
+            if sinks.value is not None:
+                logits = ir.Value(name=SINK_ROLE, type=ir.TensorType(ir.DataType.FLOAT))
+                inputs.append(logits)
+            shared = replace(
+                shared, sink_logits=builder.sink_logits(sinks, logits, variant.num_heads)
+            )
         output = builder.attention(variant, query, key, value, shared, name="probe")
         if candidate.query.heads:
             output = builder.packed(output)
@@ -235,9 +275,13 @@ class _Raiser:
     def _raise(self, proved: _Proved, index: int) -> AttentionSite:
         candidate, sizes = proved.candidate, proved.candidate.sizes
         name = self._site_name(candidate.anchor, index)
-        source_output = candidate.output.name
+        twin = self._twins.get(candidate.anchor)
+        source_output = (candidate.output if twin is None else twin.fused.outputs[0]).name
         assert source_output is not None
         self._replace(proved, name)
+        if twin is not None:
+            for old, new in twin.outputs.items():
+                self._substitute(old, new)
         register_variant(self._model, proved.variant)
         return AttentionSite(
             name=name,
@@ -255,13 +299,17 @@ class _Raiser:
             output=source_output,
             proof=proved.proof,
             biases=tuple(bias.claim for bias in candidate.biases),
+            alibi=proved.variant.alibi,
+            slopes=() if candidate.alibi is None else candidate.alibi.slopes,
+            has_sinks=candidate.sinks is not None,
         )
 
     def _replace(self, proved: _Proved, name: str) -> None:
         candidate, builder = proved.candidate, NodeBuilder()
-        query, key, value = (
-            builder.operand(o, self._replaced.get(o.value, o.value))
-            for o in (candidate.query, candidate.key, candidate.value)
+        query, key, value = builder.operands(
+            candidate.operands,
+            [self._replaced.get(o.value, o.value) for o in candidate.operands],
+            candidate.broadcast(self._interpreter),
         )
         shared = self._shared_inputs(builder, query, key, proved)
         output = builder.attention(proved.variant, query, key, value, shared, name)
@@ -270,12 +318,16 @@ class _Raiser:
         old = candidate.output
         producer = old.producer()
         assert producer is not None
-        output.shape = old.shape
         self._model.graph.insert_before(producer, builder.nodes)
-        source_name, old.name = old.name, f"{old.name}.source"
-        output.name = source_name
-        ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
-        self._replaced[old] = output
+        self._substitute(old, output)
+
+    def _substitute(self, old: ir.Value, new: ir.Value) -> None:
+        """``new`` takes the place and the name of ``old``."""
+        new.shape = old.shape
+        name, old.name = old.name, f"{old.name}.source"
+        new.name = name
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        self._replaced[old] = new
 
     def _shared_inputs(
         self, builder: NodeBuilder, query: ir.Value, key: ir.Value, proved: _Proved
@@ -296,8 +348,19 @@ class _Raiser:
             positions = builder.positions(query, key, shared.key_mask, derived.predicate.alignment)
             shared = SharedInputs(shared.key_mask, *positions)
         self._shared[cache_key] = shared
-        if proved.candidate.biases:
-            shared = replace(shared, score_bias=self._score_bias(builder, proved.candidate))
+        candidate = proved.candidate
+        if candidate.biases:
+            shared = replace(shared, score_bias=self._score_bias(builder, candidate))
+        if candidate.alibi is not None:
+            slopes = candidate.alibi.slopes
+            if slopes not in self._slopes:
+                self._slopes[slopes] = builder.floats(slopes)
+            shared = replace(shared, slopes=self._slopes[slopes])
+        if candidate.sinks is not None:
+            logits = builder.sink_logits(
+                candidate.sinks, candidate.sinks.value, proved.variant.num_heads
+            )
+            shared = replace(shared, sink_logits=logits)
         return shared
 
     def _score_bias(self, builder: NodeBuilder, candidate: Candidate) -> ir.Value:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from subquad.passes.differentiable.convolution import CONVOLUTION_OPERATORS
+from subquad.passes.differentiable.rotary import rotary_embedding
 from subquad.runtime.errors import UnsupportedModelError
 
 _DTYPES = {
@@ -59,6 +60,10 @@ def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> T
 
 def _cast(x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up") -> Tensor:
     return x.to(_DTYPES[to])
+
+
+def _cast_like(x: Tensor, like: Tensor, *, saturate: int = 1, round_mode: str = "up") -> Tensor:
+    return x.to(like.dtype)
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -326,6 +331,7 @@ STANDARD_OPERATORS: Mapping[str, Callable[..., Any]] = {
     "And": torch.logical_and,
     "ArgMax": _arg_max,
     "Cast": _cast,
+    "CastLike": _cast_like,
     "Ceil": torch.ceil,
     "Clip": _clip,
     "Concat": _concat,
@@ -368,6 +374,7 @@ STANDARD_OPERATORS: Mapping[str, Callable[..., Any]] = {
     "Pad": _pad,
     "Pow": _pow,
     "RMSNormalization": _rms_norm,
+    "RotaryEmbedding": rotary_embedding,
     "Range": _range,
     "Reciprocal": torch.reciprocal,
     "ReduceL2": _reduction(lambda x, axes, keep: x.pow(2).sum(axes, keep).sqrt()),

@@ -45,6 +45,7 @@ class DenseMethod(OneNode):
             window_right=site.mask.window_right,
             has_key_mask=site.mask.key_padding,
             score_bias=site.score_bias,
+            alibi=site.alibi,
             has_sink_logits=site.has_sinks,
         )
 

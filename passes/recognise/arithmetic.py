@@ -8,8 +8,23 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from subquad.passes.recognise.affine import ONE, ZERO, Affine, OpaqueError, constant
-from subquad.passes.recognise.expressions import AtLeastZero, Term, apply, at_least_zero, where
+from subquad.passes.recognise.affine import (
+    ONE,
+    ZERO,
+    Affine,
+    OpaqueError,
+    constant,
+    position,
+    product,
+)
+from subquad.passes.recognise.expressions import (
+    EXACT_POSITIONS,
+    AtLeastZero,
+    Term,
+    apply,
+    at_least_zero,
+    where,
+)
 from subquad.passes.recognise.tensors import (
     Index,
     SymbolicTensor,
@@ -151,10 +166,16 @@ def _dropout(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
     return data
 
 
-@_handles("Cast")
+@_handles("Cast", "CastLike")
 def _cast(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
     data = need(inputs, 0)
-    to = ir.DataType(node.attributes["to"].as_int())
+    if node.op_type == "Cast":
+        to = ir.DataType(node.attributes["to"].as_int())
+    else:
+        target = need(inputs, 1).dtype
+        if target is None:
+            raise OpaqueError("CastLike a tensor of unknown type")
+        to = target
 
     def at(index: Index) -> Term:
         term = data.at(index)
@@ -173,8 +194,9 @@ def _cast(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
 
 
 @_handles("Erf", "Tanh", "Sigmoid", "Relu", "Gelu", "Softplus", "Cos", "Sin", "Softmax", "Swish")
-@_handles("LayerNormalization", "RMSNormalization", "BatchNormalization", "HardSwish", "Elu")
-@_handles("RotaryEmbedding", "InstanceNormalization", "GroupNormalization", "CumSum")
+@_handles("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "Mish")
+@_handles("BatchNormalization", "HardSwish", "Elu")
+@_handles("RotaryEmbedding", "InstanceNormalization", "GroupNormalization")
 def _same_shape(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
     data = need(inputs, 0)
     return SymbolicTensor(data.shape, opaque(f"operator {node.op_type}"), data.dtype)
@@ -190,12 +212,56 @@ def _matmul(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
     return SymbolicTensor(shape, opaque("operator MatMul"), _common_type([a, b]))
 
 
+@_handles("MatMulInteger", "QLinearMatMul")
+def _integer_matmul(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
+    a, b = need(inputs, 0), need(inputs, 3 if node.op_type == "QLinearMatMul" else 1)
+    left, right = a.shape, b.shape
+    shape = (*broadcast_shape([left[:-2], right[:-2]]), left[-2], right[-1])
+    dtype = a.dtype if node.op_type == "QLinearMatMul" else ir.DataType.INT32
+    return SymbolicTensor(shape, opaque(f"operator {node.op_type}"), dtype)
+
+
+@_handles("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
+def _quantised(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
+    data = need(inputs, 0)
+    if node.op_type == "DequantizeLinear":
+        dtype = need(inputs, 1).dtype
+    else:
+        zero = optional(inputs, 2)
+        dtype = ir.DataType.UINT8 if zero is None else zero.dtype
+    return SymbolicTensor(data.shape, opaque(f"operator {node.op_type}"), dtype)
+
+
 @_handles("Gemm")
 def _gemm(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
     a, b = need(inputs, 0), need(inputs, 1)
     rows = a.shape[1 if int_attribute(node, "transA", 0) else 0]
     columns = b.shape[0 if int_attribute(node, "transB", 0) else 1]
     return SymbolicTensor((rows, columns), opaque("operator Gemm"), _common_type([a, b]))
+
+
+@_handles("CumSum")
+def _running_sum(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
+    """Along an axis on which nothing changes it is a multiple of the position."""
+    data, given = need(inputs, 0), need(inputs, 1)
+    exclusive, reverse = (int_attribute(node, name, 0) for name in ("exclusive", "reverse"))
+
+    def at(index: Index) -> Term:
+        axis = as_int(given.scalar()) % len(data.shape)
+        any_place = position("summed", data.shape[axis])
+        term = data.at((*index[:axis], any_place, *index[axis + 1 :]))
+        varies = not isinstance(term, Affine) or any(s in term.symbols for s in any_place.symbols)
+        if varies or data.type_name not in EXACT_POSITIONS:
+            raise OpaqueError(f"a running sum of {term}")
+        assert isinstance(term, Affine)
+        here = as_affine(index[axis])
+        count = data.shape[axis] - here if reverse else here + ONE
+        total = product(term, count - ONE if exclusive else count)
+        if total is None:
+            raise OpaqueError(f"a running sum of {term}")
+        return total
+
+    return SymbolicTensor(data.shape, at, data.dtype)
 
 
 # --- from sizes ----------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Terms added to scores that are no mask: relative positions, ALiBi tables, data-dependent masks.
+"""Terms added to scores that are no mask: relative positions, ALiBi, data-dependent masks.
 
 What softmax sees is ``scale * q k^T`` plus a sum of terms. Those that are proved to be masks become
-the predicate of the site; all others are handed to the node as they are, as its score bias. Nothing
-is claimed about their values, so nothing needs proof but that they are added.
+the predicate of the site, and one that is proved to be ALiBi its slopes; all others are handed to
+the node as they are, as its score bias. Nothing is claimed about their values, so nothing needs
+proof but that they are added.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from subquad.passes.recognise.affine import ONE, ZERO, Affine, OpaqueError, position
+from subquad.passes.recognise.alibi import Alibi, read_alibi
 from subquad.passes.recognise.mask import (
     HIDDEN_BELOW,
     DerivedMask,
@@ -23,7 +25,7 @@ from subquad.passes.recognise.mask import (
 )
 from subquad.passes.recognise.site import SiteBias
 from subquad.passes.recognise.subgraph import region_between
-from subquad.passes.recognise.symbolic import Interpreter
+from subquad.passes.recognise.symbolic import Interpreter, TableInterpreter
 from subquad.passes.recognise.tensors import show
 
 _AXES = "bhqk"
@@ -49,24 +51,28 @@ class Bias:
 
 @dataclass(frozen=True)
 class Separated:
-    """All terms of one attention: proved masks, with what they mean, and biases."""
+    """All terms of one attention: proved masks, with what they mean, proved ALiBi, and biases."""
 
     masks: tuple[Mask, ...]
     derived: DerivedMask
     biases: tuple[Bias, ...]
+    alibi: Alibi | None = None
 
 
 def separate(
     interpreter: Interpreter,
     masks: Sequence[Mask],
     shape: ScoreShape,
+    tables: TableInterpreter,
     *,
     is_causal: bool = False,
+    beside_sinks: bool = False,
 ) -> Separated:
-    """Prove what can be proved to be a mask, and keep the rest as biases.
+    """Prove what can be proved to be a mask or ALiBi, and keep the rest as biases.
 
     Args:
         interpreter, masks, shape, is_causal: as for ``derive_mask``.
+        tables, beside_sinks: as for ``read_alibi``; the former reads the same graph.
 
     Raises:
         OpaqueError: a term does not fit the scores, or the operator's own causality no band.
@@ -76,7 +82,7 @@ def separate(
         return Separated(tuple(masks), derived, ())
     except OpaqueError as error:
         failure = error
-    terms = [term for mask in masks for term in _terms(mask, interpreter)]
+    terms = [term for mask in masks for term in summands(mask, interpreter)]
     if len(terms) > _MAX_TERMS:
         raise failure
     proved: list[Mask] = []
@@ -88,6 +94,16 @@ def separate(
             proved.append(term)
         except OpaqueError as error:
             biases.append(_bias(term, shape, interpreter, str(error)))
+    for bias in biases:
+        if bias.kind == "additive":
+            try:
+                alibi = read_alibi(
+                    bias.value, shape, derived.predicate, tables, beside_sinks=beside_sinks
+                )
+            except OpaqueError:
+                continue  # the bias keeps its own reason
+            rest = tuple(other for other in biases if other is not bias)
+            return Separated(tuple(proved), derived, rest, alibi)
     return Separated(tuple(proved), derived, tuple(biases))
 
 
@@ -96,7 +112,7 @@ def joint_axes(biases: Sequence[Bias]) -> str:
     return "".join(axis for axis in _AXES if any(axis in bias.axes for bias in biases))
 
 
-def _terms(mask: Mask, interpreter: Interpreter) -> list[Mask]:
+def summands(mask: Mask, interpreter: Interpreter) -> list[Mask]:
     """The summands of an additive term; selections with a large negative value are masks."""
     value, kind = mask
     node = value.producer()
@@ -104,7 +120,7 @@ def _terms(mask: Mask, interpreter: Interpreter) -> list[Mask]:
         return [mask]
     inputs = [v for v in node.inputs if v is not None]
     if node.op_type == "Add" and len(inputs) == 2:
-        return [term for v in inputs for term in _terms((v, "additive"), interpreter)]
+        return [term for v in inputs for term in summands((v, "additive"), interpreter)]
     if node.op_type == "Where" and len(inputs) == 3:
         condition, chosen, other = inputs
         choices: tuple[tuple[ir.Value, ir.Value, MaskKind], ...] = (
@@ -114,10 +130,10 @@ def _terms(mask: Mask, interpreter: Interpreter) -> list[Mask]:
         for kept, fill, acts in choices:
             number = uniform(fill, interpreter)
             if number is not None and number <= HIDDEN_BELOW:
-                return [(condition, acts), *_terms((kept, "additive"), interpreter)]
+                return [(condition, acts), *summands((kept, "additive"), interpreter)]
     if node.op_type in ("Identity", "Expand"):
         # What is added is broadcast anyway.
-        return _terms((inputs[0], "additive"), interpreter)
+        return summands((inputs[0], "additive"), interpreter)
     return [mask]
 
 

@@ -1,34 +1,24 @@
-"""Find attention-like subgraphs and read their parts; nothing is proved here.
+"""What is read of an attention, and attention that is one operator; nothing is proved here.
 
-Three spellings are read: the standard ``Attention`` operator, com.microsoft
-``MultiHeadAttention``, and softmax between two matrix products. A candidate only says where query,
-key, value, masks, scale and softcap are; ``mask`` and ``probe`` prove what they mean.
+The standard ``Attention`` operator and com.microsoft ``MultiHeadAttention`` are read here, softmax
+between two matrix products in ``decomposed``. A candidate only says where query, key, value, masks,
+scale and softcap are; ``mask`` and ``probe`` prove what they mean.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 import onnx_ir as ir
 
-from subquad.kernels.body import MICROSOFT
-from subquad.kernels.operator import DOMAIN
 from subquad.passes.recognise.affine import ONE, Affine, OpaqueError
-from subquad.passes.recognise.bias import Bias, uniform
-from subquad.passes.recognise.layout import (
-    Operand,
-    as_key,
-    as_query,
-    as_value,
-    before_repetition,
-)
-from subquad.passes.recognise.mask import HIDDEN_BELOW, Mask, ScoreShape
+from subquad.passes.recognise.alibi import Alibi
+from subquad.passes.recognise.bias import Bias
+from subquad.passes.recognise.layout import Operand, before_repetition
+from subquad.passes.recognise.mask import Mask, ScoreShape
+from subquad.passes.recognise.sinks import Sinks
 from subquad.passes.recognise.site import Form
 from subquad.passes.recognise.symbolic import Interpreter
-from subquad.runtime.errors import Rejection
 
 
 @dataclass(frozen=True)
@@ -56,6 +46,8 @@ class Candidate:
         sizes: static sizes, checked to be consistent.
         output: the value to replace; packed ``[batch, length, heads * dim]`` if ``query.heads``.
         biases: terms of the masks that turned out to be none.
+        alibi: one of them that is linear in the distance.
+        sinks: one more logit in the softmax.
     """
 
     form: Form
@@ -71,30 +63,29 @@ class Candidate:
     sizes: Sizes
     output: ir.Value
     biases: tuple[Bias, ...] = ()
+    alibi: Alibi | None = None
+    sinks: Sinks | None = None
+
+    @property
+    def operands(self) -> tuple[Operand, Operand, Operand]:
+        return self.query, self.key, self.value
 
     def score_shape(self, interpreter: Interpreter) -> ScoreShape:
         query, key = self.query.shape(interpreter), self.key.shape(interpreter)
         heads = query[1] if self.mask_axes == 4 else None
-        return ScoreShape(query[0], heads, query[2], key[2])
+        return ScoreShape(self.batch(interpreter), heads, query[2], key[2])
 
+    def batch(self, interpreter: Interpreter) -> Affine:
+        """The batch size: of an operand that is not broadcast, if there is one."""
+        sizes = [operand.shape(interpreter)[0] for operand in self.operands]
+        return next((size for size in sizes if size != ONE), ONE)
 
-def find_candidates(model: ir.Model, interpreter: Interpreter) -> list[Candidate | Rejection]:
-    """Every ``Attention`` and every ``Softmax`` of the model, read or rejected, in order."""
-    found: list[Candidate | Rejection] = []
-    for node in model.graph:
-        if not _is_anchor(node):
-            continue
-        if node.domain == MICROSOFT:
-            read = _read_multi_head
-        else:
-            read = _read_attention if node.op_type == "Attention" else _read_softmax
-        try:
-            candidate = read(node, interpreter)
-            _check(candidate, interpreter)
-            found.append(candidate)
-        except OpaqueError as error:
-            found.append(Rejection(str(error), where=node_label(node)))
-    return [*found, *_hidden_anchors(model)]
+    def broadcast(self, interpreter: Interpreter) -> tuple[bool, bool, bool]:
+        """Which operands have one batch row that stands for all."""
+        batch = self.batch(interpreter)
+        rows = (operand.shape(interpreter)[0] for operand in self.operands)
+        query, key, value = (size == ONE and size != batch for size in rows)
+        return query, key, value
 
 
 def node_label(node: ir.Node) -> str:
@@ -102,36 +93,22 @@ def node_label(node: ir.Node) -> str:
     return node.name or str(node.outputs[0].name)
 
 
-def _is_anchor(node: ir.Node) -> bool:
-    if node.domain == MICROSOFT:
-        return node.op_type.endswith("Attention")
-    return node.domain in ("", "ai.onnx") and node.op_type in ("Attention", "Softmax")
+def node_input(node: ir.Node, number: int) -> ir.Value:
+    """An input that must be there."""
+    value = node.inputs[number]
+    if value is None:
+        raise OpaqueError(f"input {number} of {node.op_type} {node_label(node)!r} is absent")
+    return value
 
 
-def _hidden_anchors(model: ir.Model) -> Iterator[Rejection]:
-    """Attention inside branches, loops and functions is found, and left alone."""
-    for node in model.graph.all_nodes():
-        if _is_anchor(node) and node.graph is not model.graph:
-            yield Rejection(
-                f"{node.op_type} inside a subgraph (If, Loop or Scan) is not raised: only the "
-                "main graph is searched",
-                where=node_label(node),
-            )
-    for function in model.functions.values():
-        if function.domain == DOMAIN:
-            continue
-        for node in function.all_nodes():
-            if _is_anchor(node):
-                yield Rejection(
-                    f"{node.op_type} inside function {function.domain}::{function.name} is not "
-                    "raised: inline the functions of the model first",
-                    where=node_label(node),
-                )
+def int_attribute(node: ir.Node, name: str, default: int = 0) -> int:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_int()
 
 
-def _check(candidate: Candidate, interpreter: Interpreter) -> None:
+def check_operands(candidate: Candidate, interpreter: Interpreter) -> None:
     """What replacing needs to know: element types, and batch rows that correspond."""
-    operands = (candidate.query, candidate.key, candidate.value)
+    operands, batch = candidate.operands, candidate.batch(interpreter)
     shapes = [operand.shape(interpreter) for operand in operands]
     for what, operand, shape in zip(("query", "key", "value"), operands, shapes, strict=True):
         dtype = interpreter.tensor(operand.value).dtype
@@ -141,21 +118,35 @@ def _check(candidate: Candidate, interpreter: Interpreter) -> None:
             )
         if dtype != ir.DataType.FLOAT:
             raise OpaqueError(f"{what} is {dtype.name}: only float32 attention is raised")
-        mismatch = shape[0] - shapes[0][0]
-        one = shape[0] == ONE or shapes[0][0] == ONE
-        if mismatch != Affine() and (mismatch.is_constant or one):
-            raise OpaqueError(
-                f"{what} has batch size {shape[0]}, query {shapes[0][0]}: one is broadcast"
-            )
+        mismatch = shape[0] - batch
+        if shape[0] != ONE and mismatch.is_constant and mismatch != Affine():
+            raise OpaqueError(f"{what} has batch size {shape[0]}, others {batch}")
+        _check_openable(what, operand.value, interpreter)
     lengths = shapes[1][2] - shapes[2][2]
     if lengths.is_constant and lengths != Affine():
         raise OpaqueError(f"key has length {shapes[1][2]}, value {shapes[2][2]}")
 
 
+def _check_openable(what: str, value: ir.Value, interpreter: Interpreter) -> None:
+    """ONNX Runtime (1.32) moves int8 quantisation behind the transpositions that follow it.
+
+    From opset 21 on it then gives the zero point a wrong type, and the model does not open.
+    """
+    node = value.producer()
+    if node is None or node.op_type != "DequantizeLinear" or node.inputs[0] is None:
+        return
+    if interpreter.tensor(node.inputs[0]).dtype == ir.DataType.INT8:
+        raise OpaqueError(
+            f"{what} comes straight from int8 quantisation, which ONNX Runtime cannot move; "
+            "quantise activations to uint8"
+        )
+
+
 # --- the Attention operator ----------------------------------------------------------------
 
 
-def _read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
+def read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
+    """The standard Attention operator."""
     inputs = list(node.inputs) + [None] * (7 - len(node.inputs))
     query, key, value, mask, past_key, past_value, nonpad = inputs[:7]
     if query is None or key is None or value is None:
@@ -168,7 +159,7 @@ def _read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
     if used:
         raise OpaqueError(f"further outputs of Attention are used: {', '.join(map(str, used))}")
     packed = len(interpreter.tensor(query).shape) == 3
-    heads, kv_heads = _int(node, "q_num_heads"), _int(node, "kv_num_heads")
+    heads, kv_heads = int_attribute(node, "q_num_heads"), int_attribute(node, "kv_num_heads")
     if packed and not (heads and kv_heads):
         raise OpaqueError("Attention of three axes without q_num_heads and kv_num_heads")
     query_operand = Operand(query, heads=heads if packed else 0)
@@ -193,13 +184,13 @@ def _read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
         mask_axes=4,
         scale=float(head_dim.constant) ** -0.5 if scale is None else scale.as_float(),
         softcap=0.0 if softcap is None else softcap.as_float(),
-        is_causal=bool(_int(node, "is_causal")),
-        sizes=_sizes(query_operand, key_operand, value_operand, interpreter),
+        is_causal=bool(int_attribute(node, "is_causal")),
+        sizes=checked_sizes(query_operand, key_operand, value_operand, interpreter),
         output=node.outputs[0],
     )
 
 
-def _read_multi_head(node: ir.Node, interpreter: Interpreter) -> Candidate:
+def read_multi_head(node: ir.Node, interpreter: Interpreter) -> Candidate:
     """com.microsoft MultiHeadAttention of separate packed operands; its relatives are declined."""
     if node.op_type != "MultiHeadAttention":
         raise OpaqueError(f"com.microsoft {node.op_type} is not read yet")
@@ -216,7 +207,7 @@ def _read_multi_head(node: ir.Node, interpreter: Interpreter) -> Candidate:
     used = [o.name for o in node.outputs[1:] if o.uses() or o.is_graph_output()]
     if used:
         raise OpaqueError(f"further outputs of MultiHeadAttention are used: {used[0]}")
-    heads = _int(node, "num_heads")
+    heads = int_attribute(node, "num_heads")
     query_operand, key_operand, value_operand = (
         Operand(v, heads=heads) for v in (query, key, value)
     )
@@ -234,212 +225,21 @@ def _read_multi_head(node: ir.Node, interpreter: Interpreter) -> Candidate:
         mask_axes=4,
         scale=given or float(head_dim.constant) ** -0.5,
         softcap=0.0,
-        is_causal=bool(_int(node, "unidirectional")),
-        sizes=_sizes(query_operand, key_operand, value_operand, interpreter),
+        is_causal=bool(int_attribute(node, "unidirectional")),
+        sizes=checked_sizes(query_operand, key_operand, value_operand, interpreter),
         output=node.outputs[0],
     )
-
-
-def _int(node: ir.Node, name: str, default: int = 0) -> int:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else attribute.as_int()
-
-
-# --- softmax between two products ----------------------------------------------------------
-
-# Operators that may stand between the score product and the softmax.
-_TRANSPARENT = ("Cast", "Identity", "Add", "Where", "Mul", "Div", "Tanh")
-_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-
-
-def _read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
-    output = _output_product(node, interpreter)
-    scores = _input(node, 0)
-    rank = len(interpreter.tensor(scores).shape)
-    axis = _int(node, "axis", -1)
-    if axis not in (-1, rank - 1):
-        raise OpaqueError(f"softmax over axis {axis}, not over keys")
-    masks, value = _peel_masks(scores, interpreter)
-    scale, value = _peel_scale(value, interpreter)
-    softcap = Fraction(0)
-    tanh = value.producer()
-    if tanh is not None and tanh.op_type == "Tanh":
-        # c * tanh(f * x) is the softcap c of the scores (f * c) * x.
-        inner, value = _peel_scale(_input(tanh, 0), interpreter)
-        softcap, scale = abs(scale), scale * inner
-    _require_only_use(value)
-    product = value.producer()
-    if product is None or product.op_type != "MatMul":
-        what = "a graph input or constant" if product is None else f"operator {product.op_type}"
-        raise OpaqueError(f"expected query x key before scale, softcap and masks, found {what}")
-    query_scale, query = _peel_scale(_input(product, 0), interpreter)
-    key_scale, key = _peel_scale(_input(product, 1), interpreter)
-    query_operand = as_query(query, interpreter)
-    key_operand = as_key(key, interpreter)
-    value_operand = as_value(_input(output, 1), interpreter)
-    if key_operand.shape(interpreter)[1] != value_operand.shape(interpreter)[1]:
-        # Only one of them could be read before its repetition: neither is.
-        key_operand = as_key(key, interpreter, grouped=False)
-        value_operand = as_value(_input(output, 1), interpreter, grouped=False)
-    return Candidate(
-        form="decomposed",
-        anchor=node,
-        query=query_operand,
-        key=key_operand,
-        value=value_operand,
-        masks=tuple(masks),
-        mask_axes=rank,
-        scale=float(scale * query_scale * key_scale),
-        softcap=float(softcap),
-        is_causal=False,
-        sizes=_sizes(query_operand, key_operand, value_operand, interpreter),
-        output=output.outputs[0],
-    )
-
-
-def _input(node: ir.Node, number: int) -> ir.Value:
-    value = node.inputs[number]
-    if value is None:
-        raise OpaqueError(f"input {number} of {node.op_type} {node_label(node)!r} is absent")
-    return value
-
-
-def _require_only_use(value: ir.Value) -> None:
-    # Its shape may be asked for: nothing of the value itself is.
-    users = [use.node for use in value.uses() if use.node.op_type != "Shape"]
-    if len(users) != 1 or value.is_graph_output():
-        raise OpaqueError(f"the intermediate value {value.name!r} is used elsewhere too")
-
-
-def _through_casts(value: ir.Value, interpreter: Interpreter) -> ir.Value:
-    """Skip casts that keep float32, and those to a wider type and back."""
-    while True:
-        node = value.producer()
-        if node is None or node.op_type not in ("Cast", "Identity"):
-            return value
-        source = _input(node, 0)
-        if interpreter.tensor(source).dtype not in _FLOATS:
-            return value
-        value = source
-
-
-def _carries_scores(value: ir.Value) -> bool:
-    """Whether ``value`` comes from a matrix product through operators that scores pass."""
-    stack, seen = [value], set()
-    while stack:
-        current = stack.pop()
-        node = current.producer()
-        if node is None or current in seen:
-            continue
-        seen.add(current)
-        if node.op_type == "MatMul":
-            return True
-        if node.op_type in _TRANSPARENT:
-            stack.extend(v for v in node.inputs if v is not None)
-    return False
-
-
-def _peel_masks(value: ir.Value, interpreter: Interpreter) -> tuple[list[Mask], ir.Value]:
-    """Masks added to, or selecting, the scores; nearest the softmax first."""
-    masks: list[Mask] = []
-    while True:
-        value = _through_casts(value, interpreter)
-        node = value.producer()
-        if node is None or node.op_type not in ("Add", "Where"):
-            return masks, value
-        if node.op_type == "Add":
-            left, right = _input(node, 0), _input(node, 1)
-            carrying = [_carries_scores(left), _carries_scores(right)]
-            if carrying == [True, True]:
-                raise OpaqueError("two computed terms are added: a score bias, not a mask")
-            if carrying == [False, False]:
-                raise OpaqueError("no matrix product before the softmax: not an attention")
-            value, mask = (left, right) if carrying[0] else (right, left)
-            masks.append((mask, "additive"))
-            continue
-        condition, chosen, other = (_input(node, i) for i in range(3))
-        value, fill = (chosen, other) if _carries_scores(chosen) else (other, chosen)
-        filled = uniform(fill, interpreter)
-        if filled is None or not filled <= HIDDEN_BELOW:
-            what = "values that vary" if filled is None else f"{filled:g}"
-            raise OpaqueError(f"masked scores are set to {what}, not to a large negative value")
-        masks.append((condition, "visible" if value is chosen else "hidden"))
-
-
-def _peel_scale(value: ir.Value, interpreter: Interpreter) -> tuple[Fraction, ir.Value]:
-    """Factors and divisors that are the same everywhere -> their exact product and the rest."""
-    scale = Fraction(1)
-    while True:
-        value = _through_casts(value, interpreter)
-        node = value.producer()
-        if node is None or node.op_type not in ("Mul", "Div"):
-            return scale, value
-        left, right = _input(node, 0), _input(node, 1)
-        factor = _factor(right, interpreter)
-        if factor is not None:
-            scale, value = (scale / factor if node.op_type == "Div" else scale * factor), left
-            continue
-        factor = _factor(left, interpreter) if node.op_type == "Mul" else None
-        if factor is None:
-            return scale, value
-        scale, value = scale * factor, right
-
-
-def _factor(value: ir.Value, interpreter: Interpreter) -> Fraction | None:
-    """A finite constant other than zero."""
-    number = uniform(value, interpreter)
-    if number is None or number == 0 or not math.isfinite(number):
-        return None
-    return Fraction(number)
-
-
-def _output_product(softmax: ir.Node, interpreter: Interpreter) -> ir.Node:
-    """The product of attention weights and values; only casts and NaN guards may stand between."""
-    weights = softmax.outputs[0]
-    while True:
-        # Its shape may be asked for: nothing of the weights themselves is.
-        users = list(dict.fromkeys(u.node for u in weights.uses() if u.node.op_type != "Shape"))
-        if weights.is_graph_output() or not users:
-            raise OpaqueError("the softmax is an output of the graph, or unused")
-        guarded = _after_nan_guard(weights, users, interpreter)
-        if guarded is not None:
-            weights = guarded
-            continue
-        if len(users) != 1:
-            raise OpaqueError("the softmax is used in several places: its weights are needed")
-        node = users[0]
-        if node.op_type in ("Cast", "Identity", "Dropout"):
-            weights = node.outputs[0]
-            continue
-        if node.op_type == "MatMul" and node.inputs[0] is weights:
-            if node.inputs[1] is weights or node.graph is not softmax.graph:
-                raise OpaqueError("the softmax is multiplied by itself, or inside a subgraph")
-            return node
-        raise OpaqueError(
-            f"the softmax goes into {node.op_type}, not into a product with values: no attention"
-        )
-
-
-def _after_nan_guard(
-    weights: ir.Value, users: list[ir.Node], interpreter: Interpreter
-) -> ir.Value | None:
-    """``where(isnan(w), 0, w)``: rows that see no key become zeros, as raised nodes have them."""
-    guard = next((n for n in users if n.op_type == "Where"), None)
-    if guard is None or len(users) != 2 or guard.inputs[2] is not weights:
-        return None
-    condition = _input(guard, 0).producer()
-    if condition is None or condition not in users or condition.op_type != "IsNaN":
-        return None
-    fill = uniform(_input(guard, 1), interpreter)
-    if fill != 0.0:
-        raise OpaqueError(f"weights that are NaN are set to {fill}, not to zero")
-    return guard.outputs[0]
 
 
 # --- sizes ---------------------------------------------------------------------------------
 
 
-def _sizes(query: Operand, key: Operand, value: Operand, interpreter: Interpreter) -> Sizes:
+def checked_sizes(query: Operand, key: Operand, value: Operand, interpreter: Interpreter) -> Sizes:
+    """Head counts and dimensions.
+
+    Raises:
+        OpaqueError: one is dynamic, or they do not fit.
+    """
     shapes = [operand.shape(interpreter) for operand in (query, key, value)]
     for what, shape in zip(("query", "key", "value"), shapes, strict=True):
         for axis, dim in ((1, shape[1]), (3, shape[3])):

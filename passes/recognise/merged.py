@@ -7,6 +7,9 @@ to the factors of the score product and down past the product with values::
     softmax(split(q k^T + bias) + mask)        softmax(split(q) split(k)^T + split(bias) + mask)
     merge(weights) v                       ->  merge(weights split(v))
 
+torch's ``MultiheadAttention`` stays merged all the way. There the number of heads is read from the
+size of the axis, ``heads * batch``: rows do not meet in an attention, so any split is exact.
+
 Elements are moved, none is computed differently. Nothing is changed unless all of it fits.
 """
 
@@ -32,6 +35,7 @@ def split_merged_heads(model: ir.Model, interpreter: Interpreter) -> None:
         split = _split_before(node, interpreter)
         merge = _merge_after(node, interpreter)
         if split is None or merge is None:
+            changed |= _split_throughout(model.graph, node, interpreter)
             continue
         heads = int(interpreter.tensor(split.outputs[0]).shape[1].constant)
         rewriter = _Rewriter(interpreter, heads)
@@ -45,6 +49,66 @@ def split_merged_heads(model: ir.Model, interpreter: Interpreter) -> None:
     if changed:
         # A node is inserted where its output was made: shared values may be needed earlier.
         model.graph.sort()
+
+
+def _split_throughout(graph: ir.Graph, softmax: ir.Node, interpreter: Interpreter) -> bool:
+    """Split an attention that is merged from its products to its weights."""
+    logits = softmax.inputs[0]
+    heads = None if logits is None else _heads_of_axis(logits, interpreter)
+    path = _to_product(softmax)
+    if logits is None or heads is None or path is None or not _is_scores(logits):
+        return False
+    rewriter = _Rewriter(interpreter, heads)
+    scores = rewriter.scores(logits)
+    if scores is None:
+        return False
+    *steps, product = path
+    weights = scores
+    for step in (softmax, *steps):
+        weights = rewriter.repeat(step, weights)
+    values = product.inputs[1]
+    assert values is not None
+    output = rewriter.merge(rewriter.product(weights, values))
+    graph.insert_before(product, rewriter.nodes)
+    old = product.outputs[0]
+    output.name, old.name = old.name, None
+    output.shape = old.shape
+    ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+    graph.remove([product, *reversed(steps), softmax], safe=True)
+    return True
+
+
+def _heads_of_axis(logits: ir.Value, interpreter: Interpreter) -> int | None:
+    """``n`` where the first of three axes is ``n`` times a dimension."""
+    try:
+        shape = interpreter.tensor(logits).shape
+    except OpaqueError:
+        return None
+    if len(shape) != 3 or shape[0].constant or len(shape[0].terms) != 1:
+        return None
+    heads = shape[0].terms[0][1]
+    return int(heads) if float(heads).is_integer() and heads > 1 else None
+
+
+def _to_product(softmax: ir.Node) -> list[ir.Node] | None:
+    """What stands between a softmax and the product with values, and the product."""
+    path: list[ir.Node] = []
+    value = softmax.outputs[0]
+    axis = softmax.attributes.get("axis")
+    if axis is not None and axis.as_int() not in (-1, 2):
+        return None
+    for _ in range(4):
+        users = [u.node for u in value.uses() if u.node.op_type != "Shape"]
+        if len(users) != 1 or len(users) != len(value.uses()) or value.is_graph_output():
+            return None
+        path.append(users[0])
+        if users[0].op_type == "MatMul":
+            fits = users[0].inputs[0] is value and users[0].inputs[1] is not value
+            return path if fits else None
+        if users[0].op_type not in ("Cast", "Identity", "Dropout") or len(users[0].outputs) > 1:
+            return None
+        value = users[0].outputs[0]
+    return None
 
 
 def _split_before(softmax: ir.Node, interpreter: Interpreter) -> ir.Node | None:
@@ -152,8 +216,21 @@ class _Rewriter:
             return None
         return self._op(node.op_type, parts, value.dtype, dict(node.attributes))
 
+    def repeat(self, node: ir.Node, value: ir.Value) -> ir.Value:
+        """The operator of ``node`` on another first input; a softmax over the last axis."""
+        attributes: dict[str, Any] = dict(node.attributes)
+        if node.op_type == "Softmax":
+            attributes = {"axis": -1}
+        return self._op(node.op_type, [value, *node.inputs[1:]], node.outputs[0].dtype, attributes)
+
     def split(self, value: ir.Value) -> ir.Value:
-        """``[batch * heads, a, b]`` to ``[batch, heads, a, b]``."""
+        """``[batch * heads, a, b]`` to ``[batch, heads, a, b]``; before a transposition if any."""
+        node = value.producer()
+        if node is not None and node.op_type == "Transpose" and node.inputs[0] is not None:
+            perm = node.attributes.get("perm")
+            if perm is not None and tuple(perm.as_ints()) == (0, 2, 1):
+                moved = self.split(node.inputs[0])
+                return self._op("Transpose", [moved], value.dtype, {"perm": [0, 1, 3, 2]})
         sizes = self._op("Shape", [value], ir.DataType.INT64, {"start": 1, "end": 3})
         shape = self._op(
             "Concat", [self._ints([-1, self._heads]), sizes], ir.DataType.INT64, {"axis": 0}

@@ -17,7 +17,15 @@ from subquad.passes.recognise.affine import (
     product,
 )
 from subquad.passes.recognise.arithmetic import Handler, Inputs, int_attribute, need, optional
-from subquad.passes.recognise.expressions import Apply, Term, at_least_zero, compare, where
+from subquad.passes.recognise.expressions import (
+    Apply,
+    AtLeastZero,
+    Term,
+    at_least_zero,
+    both,
+    compare,
+    where,
+)
 from subquad.passes.recognise.tensors import (
     Index,
     Shape,
@@ -326,6 +334,38 @@ def _concat(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
     return SymbolicTensor(tuple(shape), at, parts[0].dtype)
 
 
+@_handles("Pad")
+def _pad(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
+    data, fill, given = need(inputs, 0), optional(inputs, 2), optional(inputs, 3)
+    mode = node.attributes.get("mode")
+    if mode is not None and mode.as_string() != "constant":
+        raise OpaqueError(f"Pad of mode {mode.as_string()}")
+    rank, pads = len(data.shape), need(inputs, 1).vector()
+    axes = [as_int(a) % rank for a in given.vector()] if given else list(range(rank))
+    before, after = [ZERO] * rank, [ZERO] * rank
+    for number, axis in enumerate(axes):
+        before[axis], after[axis] = pads[number], pads[number + len(axes)]
+    shape = tuple(d + b + a for d, b, a in zip(data.shape, before, after, strict=True))
+
+    def at(index: Index) -> Term:
+        inside: Term = ONE
+        source = []
+        for term, dim, low, high in zip(index, data.shape, before, after, strict=True):
+            place = term if low == ZERO else as_affine(term) - low
+            source.append(place)
+            if low != ZERO:
+                inside = both(inside, at_least_zero(as_affine(place)))
+            if high != ZERO:
+                inside = both(inside, at_least_zero(dim - ONE - as_affine(place)))
+        return where(
+            inside,
+            lambda: data.at(tuple(source)),
+            lambda: ZERO if fill is None else fill.scalar(),
+        )
+
+    return SymbolicTensor(shape, at, data.dtype)
+
+
 def split_part(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTensor:
     """Output ``number`` of a Split."""
     data, given = need(inputs, 0), optional(inputs, 1)
@@ -350,7 +390,7 @@ def split_part(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTensor:
 @_handles("Slice")
 def _slice(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
     data = need(inputs, 0)
-    starts, ends = need(inputs, 1).vector(), need(inputs, 2).vector()
+    starts, ends = _starts(need(inputs, 1)), need(inputs, 2).vector()
     axes_input, steps_input = optional(inputs, 3), optional(inputs, 4)
     axes = [as_int(a) for a in axes_input.vector()] if axes_input else list(range(len(starts)))
     steps = [as_int(s) for s in steps_input.vector()] if steps_input else [1] * len(starts)
@@ -372,13 +412,36 @@ def _slice(node: ir.Node, inputs: Inputs) -> SymbolicTensor:
     return SymbolicTensor(tuple(shape), at, data.dtype)
 
 
+def _starts(given: SymbolicTensor) -> list[Affine]:
+    """The first bounds of a slice; ``max(0, x)`` is ``x``: see ``_clamped``."""
+    if len(given.shape) != 1 or not given.shape[0].is_constant:
+        return given.vector()
+    terms = [given.at((constant(i),)) for i in range(int(given.shape[0].constant))]
+    return [as_affine(_not_below_zero(term)) for term in terms]
+
+
+def _not_below_zero(term: Term) -> Term:
+    if not isinstance(term, Apply) or term.op != "Where":
+        return term
+    condition, chosen, other = term.args
+    for number, rest, holds in ((chosen, other, 1), (other, chosen, -1)):
+        if isinstance(number, Affine) and rest == ZERO and isinstance(condition, AtLeastZero):
+            gap = condition.affine - number.scaled(holds)
+            if gap.is_constant and gap.constant in (-1, 0):
+                return number
+    return term
+
+
 def _clamped(position: Affine, dim: Affine) -> Affine:
     """A slice bound: negative counts from the end, beyond the end is the end.
 
-    One bound is taken on trust: a constant table sliced to a dynamic length is long enough (a
-    source whose table is too short fails by itself at that length).
+    Some bounds are taken on trust: a constant table of which the first or the last ``length``
+    entries are sliced is long enough (a source whose table is too short fails by itself at that
+    length).
     """
     if at_least_zero(position) != ONE:
+        if dim.is_constant and not position.is_constant and at_least_zero(dim - position) == ONE:
+            return position
         if at_least_zero(position) != ZERO:
             raise OpaqueError(f"Slice bound {position} of unknown sign")
         position = position + dim

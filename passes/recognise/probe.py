@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -38,6 +38,7 @@ _HIDING = float(np.finfo(np.float32).min)
 # Names under which the raised node is fed.
 ROLES = ("query", "key", "value")
 PADDING_ROLE = "padding"
+SINK_ROLE = "sinks"
 
 
 def bias_role(number: int) -> str:
@@ -248,8 +249,30 @@ def _both(seen: NDArray[np.bool_], part: NDArray[np.bool_]) -> NDArray[np.bool_]
 # --- the whole attention -------------------------------------------------------------------
 
 
-def probe_node(question: Question, raised: Piece) -> tuple[int, float]:
-    """Run source subgraph and raised node on random inputs: (points, largest relative error).
+@dataclass
+class NodeProbes:
+    """What the probes of one node saw.
+
+    Attributes:
+        count: inputs on which source and raised node agreed.
+        max_error: the largest relative error.
+        empty_rows: as in ``Proof``.
+    """
+
+    count: int = 0
+    max_error: float = 0.0
+    empty_rows: Literal["", "zeros", "other"] = ""
+
+    def add(self, error: float, empty: NDArray[Any]) -> None:
+        """One input: its error, and what the source has in rows that see no key."""
+        self.count += 1
+        self.max_error = max(self.max_error, error)
+        if empty.size and self.empty_rows != "other":
+            self.empty_rows = "other" if empty.any() else "zeros"
+
+
+def probe_node(question: Question, raised: Piece) -> NodeProbes:
+    """Run source subgraph and raised node on random inputs.
 
     Args:
         question: the claims.
@@ -259,33 +282,36 @@ def probe_node(question: Question, raised: Piece) -> tuple[int, float]:
         OpaqueError: they differ by more than ``TOLERANCE``.
     """
     candidate, predicate = question.candidate, question.derived.predicate
-    operands = (candidate.query, candidate.key, candidate.value)
+    operands = candidate.operands
     # A bias may be anything: any values do, as long as both sides get the same ones.
     free = [bias.value for bias in candidate.biases if not _is_constant(bias.value)]
-    cut = [operand.value for operand in operands] + free
+    sinks = None if candidate.sinks is None else candidate.sinks.value
+    cut = [operand.value for operand in operands] + free + ([] if sinks is None else [sinks])
     source = _Source(question, cut, [candidate.output])
     rng = np.random.default_rng(1)
-    worst, count = 0.0, 0
+    probes = NodeProbes()
     for point in sample_points(question.shape, predicate, _MAX_NODE_LENGTH):
         for score_std in _spreads(candidate):
             arrays = _random_operands(rng, question, point, score_std)
             biases = [_random_bias(rng, question, bias, point) for bias in candidate.biases]
-            (want,) = source.run(
-                point,
-                {o.value.name or "": a for o, a in zip(operands, arrays, strict=True)}
-                | {b.value.name or "": a for b, a in zip(candidate.biases, biases, strict=True)},
-            )
+            given = {o.value.name or "": a for o, a in zip(operands, arrays, strict=True)}
+            given |= {b.value.name or "": a for b, a in zip(candidate.biases, biases, strict=True)}
             feeds = dict(zip(ROLES, arrays, strict=True)) | {PADDING_ROLE: point.real}
             feeds |= {bias_role(number): array for number, array in enumerate(biases)}
+            if sinks is not None:
+                logits = _random_sinks(rng, question, sinks)
+                given[sinks.name or ""] = feeds[SINK_ROLE] = logits
+            (want,) = source.run(point, given)
             (got,) = raised.run(feeds)
-            error = _error(question, point, _seen(question, point, biases), want, got)
+            seen = _seen(question, point, biases)
+            error = _error(question, point, seen, want, got)
             if not error <= TOLERANCE:
                 raise OpaqueError(
                     f"the raised node differs from the source by {error:.2g} (relative, allowed "
                     f"{TOLERANCE:g}) at query length {point.query_len}, key length {point.kv_len}"
                 )
-            worst, count = max(worst, error), count + 1
-    return count, worst
+            probes.add(error, _of_rows(question, point, ~seen, want))
+    return probes
 
 
 def _spreads(candidate: Candidate) -> tuple[float, ...]:
@@ -296,8 +322,10 @@ def _spreads(candidate: Candidate) -> tuple[float, ...]:
 def _seen(
     question: Question, point: ProbePoint, biases: Sequence[NDArray[Any]]
 ) -> NDArray[np.bool_]:
-    """Rows that see a key: ``[batch, heads or 1, query_len]``."""
+    """Rows whose results count: those that see a key, or a sink; ``[batch, heads or 1, q]``."""
     pairs = visible_pairs(question.derived.predicate, point)[:, None]
+    if question.candidate.sinks is not None:
+        return np.ones(pairs.shape[:3], dtype=bool)
     for bias, array in zip(question.candidate.biases, biases, strict=True):
         if question.candidate.mask_axes == 3 and array.ndim == 3:
             array = array[:, None]
@@ -318,13 +346,21 @@ def _error(
     """Relative distance over the rows that see a key."""
     if want.shape != got.shape:
         raise OpaqueError(f"the raised node gives shape {got.shape}, the source {want.shape}")
+    want, got = (_of_rows(question, point, seen, array) for array in (want, got))
+    norm = float(np.linalg.norm(want))
+    return float(np.linalg.norm(got - want)) / norm if norm else 0.0
+
+
+def _of_rows(
+    question: Question, point: ProbePoint, rows: NDArray[np.bool_], output: NDArray[Any]
+) -> NDArray[Any]:
+    """Some rows of an output of either layout."""
     sizes = question.candidate.sizes
     if question.candidate.query.heads:
         packed = (point.batch, point.query_len, sizes.num_heads, sizes.value_dim)
-        want, got = (array.reshape(packed).swapaxes(1, 2) for array in (want, got))
-    rows = np.broadcast_to(seen, want.shape[:3])
-    norm = float(np.linalg.norm(want[rows]))
-    return float(np.linalg.norm(got[rows] - want[rows])) / norm if norm else 0.0
+        output = output.reshape(packed).swapaxes(1, 2)
+    selected: NDArray[Any] = output[np.broadcast_to(rows, output.shape[:3])]
+    return selected
 
 
 def _is_constant(value: ir.Value) -> bool:
@@ -351,6 +387,14 @@ def _random_bias(
     return np.where(visible, rng.standard_normal(shape) * 2, _HIDING).astype(np.float32)
 
 
+def _random_sinks(
+    rng: np.random.Generator, question: Question, sinks: ir.Value
+) -> NDArray[np.float32]:
+    """Logits of the size of scores: a sink that nobody sees proves nothing."""
+    dims = [int(size.constant) for size in question.interpreter.tensor(sinks).shape]
+    return (rng.standard_normal(dims) * _SCORE_STD + _SCORE_STD).astype(np.float32)
+
+
 def _random_operands(
     rng: np.random.Generator, question: Question, point: ProbePoint, score_std: float
 ) -> list[NDArray[np.float32]]:
@@ -360,7 +404,7 @@ def _random_operands(
     std = (score_std / (abs(candidate.scale) * math.sqrt(sizes.head_dim))) ** 0.5
     spread = (std, std, 1.0)
     known: dict[ir.Value, NDArray[np.float32]] = {}
-    operands = (candidate.query, candidate.key, candidate.value)
+    operands = candidate.operands
     for operand, scale in zip(operands, spread, strict=True):
         if operand.value in known:
             continue  # one value in two roles

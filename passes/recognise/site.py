@@ -8,7 +8,13 @@ from typing import Any, Literal, TypeAlias
 
 from subquad.kernels.operator import UNLIMITED
 
-Form: TypeAlias = Literal["Attention", "MultiHeadAttention", "decomposed"]
+Form: TypeAlias = Literal[
+    "Attention",
+    "MultiHeadAttention",
+    "GroupQueryAttention",
+    "com.microsoft Attention",
+    "decomposed",
+]
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,15 @@ class Proof:
         mask_probes: number of (batch, length, padding) points where predicate and graph agreed.
         node_probes: number of random inputs on which raised node and source subgraph agreed.
         max_error: largest relative error seen in the node probes.
+        empty_rows: what the source has for queries that see no key, where the site gives zeros:
+            ``zeros``, ``other`` (means over hidden keys, or NaN), or "" where none was seen.
     """
 
     mask: str
     mask_probes: int
     node_probes: int
     max_error: float
+    empty_rows: Literal["", "zeros", "other"] = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,8 @@ class AttentionSite:
         source_output: value in ``reference.onnx`` that equals this site's output.
         output: value in ``model.onnx`` produced by this site (``[B, H, query_len, value_dim]``).
         biases: terms added to the scores besides the mask.
+        alibi: how positions enter the scores, as in ``AttentionVariant``.
+        slopes: of ALiBi, one for each head.
         has_sinks: the denominator has one more term per head.
     """
 
@@ -126,6 +137,8 @@ class AttentionSite:
     output: str
     proof: Proof
     biases: tuple[SiteBias, ...] = ()
+    alibi: Literal["none", "signed", "absolute"] = "none"
+    slopes: tuple[float, ...] = ()
     has_sinks: bool = False
 
     @property
@@ -133,9 +146,16 @@ class AttentionSite:
         """Axes of ``bhqk`` along which the sum of all biases varies; "" = none."""
         return "".join(a for a in "bhqk" if any(a in bias.axes for bias in self.biases))
 
+    @property
+    def adds_to_scores(self) -> bool:
+        """Whether scores get more than a mask: only exact attention keeps that."""
+        return bool(self.biases) or self.alibi != "none" or self.has_sinks
+
     def describe(self) -> str:
         """Short form for tables: the mask, and what else is added."""
         parts = [self.mask.describe(), *dict.fromkeys(bias.kind for bias in self.biases)]
+        if self.alibi != "none":
+            parts.append("ALiBi" if self.alibi == "signed" else "ALiBi of both sides")
         return ", ".join([*parts, "sinks"] if self.has_sinks else parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -149,5 +169,6 @@ class AttentionSite:
         fields = {key: value for key, value in raw.items() if key != "mask_text"}
         fields["mask"] = MaskPredicate(**raw["mask"])
         fields["proof"] = Proof(**raw["proof"])
+        fields["slopes"] = tuple(raw.get("slopes", ()))
         fields["biases"] = tuple(SiteBias(**bias) for bias in raw.get("biases", ()))
         return AttentionSite(**fields)

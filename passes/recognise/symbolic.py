@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
+from subquad.kernels.body import MICROSOFT
 from subquad.passes.recognise.affine import Affine, OpaqueError, constant, dimension, product
-from subquad.passes.recognise.arithmetic import ARITHMETIC
+from subquad.passes.recognise.arithmetic import ARITHMETIC, Handler
+from subquad.passes.recognise.contributed import CONTRIBUTED
 from subquad.passes.recognise.expressions import Entry, Term
 from subquad.passes.recognise.movement import MOVEMENT, split_part
 from subquad.passes.recognise.tensors import (
+    LARGEST_TABLE,
     Index,
     Shape,
     SymbolicTensor,
@@ -55,6 +61,13 @@ class Interpreter:
             stack.pop()
         return self._known[value]
 
+    def add_types(self, graph: ir.Graph) -> None:
+        """Give values the types that ONNX's inference did not find, behind operators of others."""
+        for node in graph:
+            for value in node.outputs:
+                if value.dtype is None and (dtype := self.tensor(value).dtype) is not None:
+                    value.type = ir.TensorType(dtype)
+
     def element(self, value: ir.Value, index: Index) -> Term:
         """The term of one element, within a fixed amount of work.
 
@@ -88,22 +101,22 @@ class Interpreter:
         if value.is_graph_input():
             return _graph_input(value)
         if value.const_value is not None:
-            return self._remembering(from_constant(value.const_value))
+            return self._remembering(self._constant(value.const_value))
         node = value.producer()
         if node is None:
             return _unread(value, "a value from outside the graph")
-        handler = _HANDLERS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-        inputs = [None if v is None else self._known[v] for v in node.inputs]
-        if node.op_type == "Split" and handler is None and node.domain in ("", "ai.onnx"):
-            number = node.outputs.index(value)
-            handler = lambda node, inputs: split_part(node, inputs, number)  # noqa: E731
-        elif handler is None or value is not node.outputs[0]:
+        handler = _handler(node, node.outputs.index(value))
+        if handler is None:
             return _unread(value, f"operator {node.op_type} is outside the mask language")
+        inputs = [None if v is None else self._known[v] for v in node.inputs]
         try:
             tensor = handler(node, inputs)
         except OpaqueError as error:
             return _unread(value, str(error))
         return tensor if tensor in inputs else self._remembering(tensor)
+
+    def _constant(self, tensor: ir.TensorProtocol) -> SymbolicTensor:
+        return from_constant(tensor)
 
     def _remembering(self, tensor: SymbolicTensor) -> SymbolicTensor:
         """Each element read once: masks share subgraphs, so their terms must too."""
@@ -119,6 +132,47 @@ class Interpreter:
             return known[index]
 
         return tensor.reading(at)
+
+
+class TableInterpreter(Interpreter):
+    """Reads elements of constants that fit no simple rule as entries of a table.
+
+    Attributes:
+        tables: the arrays, by the ``source`` of the entries.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, NDArray[np.generic]] = {}
+
+    def _constant(self, tensor: ir.TensorProtocol) -> SymbolicTensor:
+        plain = from_constant(tensor)
+
+        def at(index: Index) -> Term:
+            try:
+                return plain.at(index)
+            except OpaqueError:
+                if tensor.dtype != ir.DataType.FLOAT or tensor.size > LARGEST_TABLE:
+                    raise
+                name = f"constant {tensor.name}"
+                self.tables[name] = tensor.numpy()
+                return Entry(name, tuple(as_affine(i) for i in index), "float32")
+
+        return plain.reading(at)
+
+
+def _handler(node: ir.Node, number: int) -> Handler | None:
+    """What reads output ``number`` of a node."""
+    if node.domain == MICROSOFT:
+        contributed = CONTRIBUTED.get(node.op_type)
+        if contributed is None:
+            return None
+        return lambda node, inputs: contributed(node, inputs, number)
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type == "Split":
+        return partial(split_part, number=number)
+    return _HANDLERS.get(node.op_type) if number == 0 else None
 
 
 def _node_inputs(value: ir.Value) -> tuple[ir.Value | None, ...]:

@@ -15,7 +15,7 @@ from subquad.passes.recognise.expressions import Term, at_least_zero, both, wher
 Index: TypeAlias = tuple[Term, ...]
 Shape: TypeAlias = tuple[Affine, ...]
 # Larger constants are weights, not index tables.
-_MAX_TABLE = 1 << 26
+LARGEST_TABLE = 1 << 26
 
 
 class SymbolicTensor:
@@ -119,7 +119,7 @@ def aligned(tensor: SymbolicTensor, index: Index) -> Term:
 
 def from_constant(tensor: ir.TensorProtocol) -> SymbolicTensor:
     shape = tuple(constant(int(d)) for d in tensor.shape.numpy())
-    if tensor.size > _MAX_TABLE:
+    if tensor.size > LARGEST_TABLE:
         return SymbolicTensor(shape, opaque(f"weight {tensor.name!r}"), tensor.dtype)
     if tensor.dtype == ir.DataType.STRING:
         return SymbolicTensor(shape, opaque("a string"), tensor.dtype)

@@ -90,7 +90,7 @@ def test_operator_as_specified(op_type: str) -> None:
     has_modes = {"Pad", "ScatterND", "BatchNormalization", "Conv", "ConvTranspose"}
     several_outputs = {"LayerNormalization"}
     assert not refused or op_type in has_modes | several_outputs
-    assert len(cases) > refused or op_type in {"Cast", "ReduceL2", *several_outputs}
+    assert len(cases) > refused or op_type in {"Cast", "CastLike", "ReduceL2", *several_outputs}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.op_type}_{v.overload}")

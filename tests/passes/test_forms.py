@@ -314,15 +314,6 @@ def test_multi_head_attention_of_the_optimizer(causal: int) -> None:
     assert np.linalg.norm(want - got) <= 1e-5 * np.linalg.norm(want)
 
 
-def test_other_microsoft_attention_is_reported() -> None:
-    g = Graph()
-    x, weights = g.input("x", FLOAT, [B, N, H * D]), np.ones((H * D, 3 * H * D), np.float32)
-    bias = np.zeros(3 * H * D, np.float32)
-    y = g("Attention", x, weights, bias, domain="com.microsoft", num_heads=H)
-    model = g.model([g("Identity", y)])
-    assert only_reason(raised(model)[1]) == "com.microsoft Attention is not read yet"
-
-
 def test_one_value_as_query_key_and_value() -> None:
     g = Graph()
     x = g("Neg", g.input("x", FLOAT, [B, H, N, D]))
@@ -434,7 +425,7 @@ NONE: dict[str, tuple[Pieces, str]] = {
     ),
     "nan set to one": (
         {"weights": lambda g, w: g("Where", g("IsNaN", w), 1.0, w)},
-        "weights that are NaN are set to 1.0",
+        "some weights are set to 1.0",
     ),
     "squared scores": ({"scores": lambda g, s: g("Mul", s, s)}, "found operator Mul"),
     "relu": ({"scores": lambda g, s: g("Relu", s)}, "found operator Relu"),
@@ -477,14 +468,32 @@ def test_attention_node_with_other_outputs() -> None:
     assert "further outputs of Attention are used" in only_reason(result)
 
 
-def test_broadcast_batch() -> None:
-    """Learned queries shared by all rows."""
+@pytest.mark.parametrize("shared", ["q", "kv"])
+def test_broadcast_batch(shared: str) -> None:
+    """Learned queries shared by all rows, as in pooling heads; or a learned memory."""
     g = Graph()
-    q = g.input("q", FLOAT, [1, H, 5, D])
-    k, v = (g.input(x, FLOAT, [B, H, N, D]) for x in "kv")
+    q = g.input("q", FLOAT, [1 if shared == "q" else B, H, 5, D])
+    k, v = (g.input(x, FLOAT, [1 if shared == "kv" else B, H, N, D]) for x in "kv")
     scores = g("MatMul", q, g("Transpose", k, perm=[0, 1, 3, 2]))
-    _, result = raised(g.model([g("MatMul", g("Softmax", scores, axis=-1), v)]))
-    assert "one is broadcast" in only_reason(result)
+    model = g.model([g("Identity", g("MatMul", g("Softmax", scores, axis=-1), v))])
+    copy, result = raised(model)
+    site = only_site(result)
+    assert not site.is_self and site.mask.describe() == "full"
+    given = feeds(17)
+    given["q"] = given["q"][:, :, :5]
+    for name in shared:
+        given[name] = given[name][:1]
+    want, got = Runner(model)(given)[0], Runner(copy)(given)[0]
+    assert want.shape == got.shape == (3, H, 5, D)
+    assert np.linalg.norm(want - got) <= 1e-5 * np.linalg.norm(want)
+
+
+def test_different_batches() -> None:
+    g = Graph()
+    q = g.input("q", FLOAT, [2, H, N, D])
+    k, v = (g.input(x, FLOAT, [3, H, N, D]) for x in "kv")
+    _, result = raised(g.model([g("Attention", q, k, v)]))
+    assert "key has batch size 3, others 2" in only_reason(result)
 
 
 def test_dynamic_head_count() -> None:

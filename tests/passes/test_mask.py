@@ -363,10 +363,10 @@ def chunked_by_floor(g: Graph, n: Lengths) -> str:
     return g("And", causal(g, n), g("Equal", rows, columns))
 
 
-def alibi(g: Graph, n: Lengths) -> str:
+def squared_distance(g: Graph, n: Lengths) -> str:
     distance = g("Cast", g("Sub", key_slots(g, n), query_slots(g, n)), to=FLOAT)
-    slopes = np.array([0.5, 0.25], np.float32).reshape(2, 1, 1)
-    return g("Where", causal(g, n), g("Mul", distance, slopes), FLOAT_MIN)
+    slopes = np.array([-0.01, -0.02], np.float32).reshape(2, 1, 1)
+    return g("Where", causal(g, n), g("Mul", g("Mul", distance, distance), slopes), FLOAT_MIN)
 
 
 def relative_bias(g: Graph, n: Lengths) -> str:
@@ -497,8 +497,8 @@ NO_BAND: list[tuple[MaskBuilder, Kind, str]] = [
     (prefix_input, "visible", "no conjunction of limits and padding"),
     (chunked, "visible", "positions divided by 8: blocks, not a band"),
     (chunked_by_floor, "visible", "values depend on positions themselves"),
-    (alibi, "additive", "values depend on positions themselves"),
-    (alibi, "float", "values depend on positions themselves"),
+    (squared_distance, "additive", "values depend on positions themselves"),
+    (squared_distance, "float", "values depend on positions themselves"),
     (relative_bias, "additive", "holds many values: a bias, not a mask"),
     (log_bias, "additive", "a table is read at values that are no positions"),
     (segments, "visible", "no conjunction of limits and padding"),
@@ -519,7 +519,7 @@ NO_BAND: list[tuple[MaskBuilder, Kind, str]] = [
         "no conjunction of limits and padding; it tests length >= j + 2; padding[b, j + 1]",
     ),
     (fixed_row, "visible", "padding[0, j], which is not a mask of keys"),
-    (cumulative, "visible", "operator CumSum"),
+    (cumulative, "visible", "a running sum of padding"),
     (pad_token, "visible", "visibility depends on other values of padding[b, j] than 0 and 1"),
     (two_pad_tokens, "visible", "told apart by other values of padding[b, j] than 0 and 1"),
     (narrow_positions, "visible", "converted to uint8"),
@@ -535,7 +535,10 @@ def test_near_miss_is_handed_on_as_it_is(build: MaskBuilder, kind: Kind, reason:
     copy, result = raised(model)
     assert reason in only_reason(result)
     site = only_site(result)
-    assert site.mask.describe() == ("causal" if build is alibi else "full") and site.score_bias
+    assert (
+        site.mask.describe() == ("causal" if build is squared_distance else "full")
+        and site.score_bias
+    )
     source, ours = Runner(model), Runner(copy)
     rng = np.random.default_rng(6)
     for length in (1, 5, 58, 211):

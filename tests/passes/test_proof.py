@@ -24,7 +24,8 @@ from masked_attention import (
 from onnx_graphs import BOOL, FLOAT, Graph, Runner, inferred
 from subquad.passes import raise_attention as module
 from subquad.passes.recognise import bias
-from subquad.passes.recognise.candidates import Candidate, find_candidates
+from subquad.passes.recognise.candidates import Candidate
+from subquad.passes.recognise.find import find_candidates
 from subquad.passes.recognise.mask import DerivedMask, derive_mask
 
 # --- wrong claims --------------------------------------------------------------------------

@@ -32,7 +32,10 @@ def check(seed: int, spelling: Spelling) -> bool:
     if spelling.scale_place not in ("query", "key", "both"):  # else in the operand itself
         assert site.scale == pytest.approx(spelling.scale, rel=1e-6), (seed, spelling)
     assert site.softcap == pytest.approx(spelling.cap, rel=1e-6), (seed, spelling)
-    assert bool(site.biases) == (spelling.bias != "none"), (seed, spelling)
+    has_bias = spelling.bias != "none" and spelling.alibi == "none"
+    assert bool(site.biases) == has_bias, (seed, spelling)
+    assert site.alibi == spelling.alibi, (seed, spelling)
+    assert site.has_sinks == bool(spelling.sinks), (seed, spelling)
     # A key that is scaled after its heads were repeated is read as it is.
     assert site.num_heads == spelling.heads and site.num_kv_heads in (
         spelling.kv_heads,

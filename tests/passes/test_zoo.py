@@ -44,6 +44,8 @@ class Zoo:
     options: dict[str, Any]
     sites: dict[str, int]
     spellings: tuple[str, ...] = ("sdpa", "eager")
+    described: bool = False
+    """Whether ``sites`` are whole descriptions, not only masks."""
 
 
 ENCODER_DECODER = {
@@ -128,6 +130,52 @@ MODELS = {
         {"full, key padding": 2},
         spellings=("eager",),
     ),
+    "gpt_oss": Zoo(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            **DECODER,
+            "head_dim": 12,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        {"causal, window 16, key padding, sinks": 1, "causal, key padding, sinks": 1},
+        spellings=("eager",),
+        described=True,
+    ),
+    "mpt": Zoo(
+        "MptForCausalLM",
+        "MptConfig",
+        {
+            "vocab_size": 256,
+            "d_model": 60,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 512,
+            "use_cache": False,
+        },
+        {"causal, key padding, ALiBi": 2},
+        spellings=("eager",),
+        described=True,
+    ),
+    "bloom": Zoo(
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": 256, "hidden_size": 60, "n_layer": 2, "n_head": 4, "use_cache": False},
+        # It numbers real tokens: with holes in the mask that is no distance.
+        {"causal, key padding, bias computed from attention_mask": 2},
+        spellings=("eager",),
+        described=True,
+    ),
+    "siglip": Zoo(
+        "SiglipVisionModel",
+        "SiglipVisionConfig",
+        {key: value for key, value in IMAGE.items() if key != "vocab_size"},
+        {"full": 2, "full (cross)": 1},
+        spellings=("eager",),
+    ),
 }
 CASES = [
     pytest.param(
@@ -155,7 +203,7 @@ def build(zoo: Zoo, spelling: str) -> tuple[Any, dict[str, Any], dict[str, dict[
         for parameter in module.parameters():
             if parameter.dim() >= 2 and zoo.config != "T5Config":  # T5 starts out wide
                 parameter.mul_(GAIN)
-    if zoo.config == "ViTConfig":
+    if zoo.config in ("ViTConfig", "SiglipVisionConfig"):
         return module, {"pixel_values": torch.randn(2, 3, 32, 32)}, {"pixel_values": {0: "batch"}}
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[-1, 19:] = 0
@@ -229,7 +277,9 @@ def test_zoo(name: str, spelling: str, trace: Callable[..., Any]) -> None:
     result = raise_attention(model)
     assert not result.rejections
     found = Counter(
-        site.mask.describe() + ("" if site.is_self else " (cross)") for site in result.sites
+        (site.describe() if zoo.described else site.mask.describe())
+        + ("" if site.is_self else " (cross)")
+        for site in result.sites
     )
     assert found == zoo.sites
     form = "Attention" if spelling == "sdpa" else "decomposed"

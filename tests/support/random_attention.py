@@ -14,7 +14,7 @@ from onnx import TensorProto
 from onnx_graphs import BOOL, FLOAT, INT64, Graph
 
 DIM = 6
-BiasKind = Literal["none", "table", "alibi"]
+BiasKind = Literal["none", "table", "alibi", "alibi keys", "alibi both"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,11 @@ class Spelling:
         left, right: visible band, -1 = unlimited.
         padding: hides padded keys.
         bias: added to the scores as well.
+        slope: base of the slopes of ALiBi.
+        sinks: factor of the logits beside the scores, 0 = none.
         scale_place, mask_form, transpose, repeat: spellings.
         scores_first: order of the operands of Add and Mul.
-        casts, guard: operators that change nothing around the softmax.
+        casts, guard, shifted, sink_first: spellings around the softmax.
     """
 
     heads: int
@@ -40,13 +42,25 @@ class Spelling:
     right: int
     padding: bool
     bias: BiasKind
+    slope: float
+    sinks: float
     scale_place: str
     mask_form: str
     transpose: str
     repeat: str
     scores_first: bool
     casts: bool
-    guard: bool
+    guard: str
+    shifted: bool
+    sink_first: bool
+
+    @property
+    def alibi(self) -> str:
+        """As ``AttentionSite.alibi`` has it."""
+        # Beside a sink, slope * key is not slope * (key - query).
+        if not self.bias.startswith("alibi") or (self.sinks and self.bias == "alibi keys"):
+            return "none"
+        return "absolute" if self.bias == "alibi both" and self.right != 0 else "signed"
 
     @property
     def meaning(self) -> str:
@@ -73,18 +87,22 @@ def random_spelling(seed: int) -> Spelling:
         left=left,
         right=right,
         padding=rng.random() < 0.5,
-        bias=rng.choice(("none", "none", "table", "alibi")),
+        bias=rng.choice(("none", "none", "table", "alibi", "alibi keys", "alibi both")),
+        slope=0.7,
+        sinks=rng.choice((0.0, 0.0, 0.0, 2.5)),
         scale_place=rng.choice(("mul", "div", "query", "key", "both", "computed", "transposed")),
         mask_form=rng.choice(("where", "hidden", "add", "add twice", "product")),
         transpose=rng.choice(("last two", "at once", "two steps")),
         repeat=rng.choice(("expand", "tile", "gather")),
         scores_first=rng.random() < 0.5,
         casts=rng.random() < 0.3,
-        guard=rng.random() < 0.3,
+        guard=rng.choice(("none", "none", "nan", "largest", "all")),
+        shifted=rng.random() < 0.3,
+        sink_first=rng.random() < 0.5,
     )
 
 
-MUTATIONS = ("scale", "left", "right", "padding", "cap", "bias")
+MUTATIONS = ("scale", "left", "right", "padding", "cap", "bias", "slope", "sinks")
 
 
 def mutated(spelling: Spelling, seed: int) -> Spelling:
@@ -101,6 +119,10 @@ def mutated(spelling: Spelling, seed: int) -> Spelling:
         return replace(spelling, cap=spelling.cap * 1.01 if spelling.cap else 6.5)
     if kind == "bias":
         return replace(spelling, bias="none" if spelling.bias != "none" else "table")
+    if kind == "slope" and spelling.bias.startswith("alibi"):
+        return replace(spelling, slope=spelling.slope * 1.01)
+    if kind == "sinks":
+        return replace(spelling, sinks=spelling.sinks * 1.01 if spelling.sinks else 2.5)
     return replace(spelling, scale=spelling.scale * 1.01)
 
 
@@ -129,16 +151,44 @@ def build(s: Spelling) -> ir.Model:
     if s.bias != "none":
         scores = _plus(g, s, scores, _bias(g, s, length))
     scores = _masked(g, s, scores, length)
-    if s.casts:
+    if s.casts and not s.sinks:
         scores = g("Cast", scores, to=TensorProto.DOUBLE)
-    weights = g("Softmax", scores, axis=-1)
-    if s.casts:
+    weights = _weights(g, s, scores)
+    if s.casts and not s.sinks:
         weights = g("Cast", weights, to=FLOAT)
-    if s.guard:
+    if s.guard == "nan":
         weights = g("Where", g("IsNaN", weights), 0.0, weights)
+    elif s.guard != "none":
+        weights = g("Where", _row_hidden(g, s, scores), 0.0, weights)
     value = _repeated(g, s, g("Transpose", v, perm=[0, 2, 1, 3]))
     y = g("Transpose", g("MatMul", weights, value), perm=[0, 2, 1, 3])
     return g.model([y])
+
+
+def _weights(g: Graph, s: Spelling, scores: str) -> str:
+    logits = scores
+    if s.sinks:
+        sizes = g("Shape", scores, start=0, end=3)
+        column = g("Reshape", sink_logits(s), [1, -1, 1, 1])
+        column = g("Expand", column, g("Concat", sizes, [1], axis=0))
+        parts = [column, scores] if s.sink_first else [scores, column]
+        logits = g("Concat", *parts, axis=-1)
+    if s.shifted:
+        logits = g("Sub", logits, g("ReduceMax", logits, [-1], keepdims=1))
+    weights = g("Softmax", logits, axis=-1)
+    if not s.sinks:
+        return weights
+    start, end = (1, 1 << 40) if s.sink_first else (0, -1)
+    return g("Slice", weights, [start], [end], [3], [1])
+
+
+def _row_hidden(g: Graph, s: Spelling, scores: str) -> str:
+    """Whether all scores of a row are -inf."""
+    hidden = g.const(-np.inf, np.float64 if s.casts and not s.sinks else np.float32)
+    if s.guard == "largest":
+        return g("Equal", g("ReduceMax", scores, [-1], keepdims=1), hidden)
+    each = g("Cast", g("Equal", scores, hidden), to=INT64)
+    return g("Cast", g("ReduceMin", each, [-1], keepdims=1), to=BOOL)
 
 
 def _times(g: Graph, s: Spelling, value: str, factor: float) -> str:
@@ -195,13 +245,22 @@ def bias_table(s: Spelling) -> NDArray[np.float32]:
 
 
 def slopes(s: Spelling) -> NDArray[np.float32]:
-    return np.float32(0.7) ** np.arange(1, s.heads + 1, dtype=np.float32)
+    return np.float32(s.slope) ** np.arange(1, s.heads + 1, dtype=np.float32)
+
+
+def sink_logits(s: Spelling) -> NDArray[np.float32]:
+    return np.float32(s.sinks) * np.array([1, -0.5, 2, 0.25], np.float32)[: s.heads]
 
 
 def _bias(g: Graph, s: Spelling, length: str) -> str:
     distance = _distance(g, length)
-    if s.bias == "alibi":
+    if s.bias == "alibi keys":
+        keys = g("Unsqueeze", g("Cast", g.arange(length), to=FLOAT), [0, 1])
+        return g("Mul", keys, slopes(s)[:, None, None])
+    if s.bias.startswith("alibi"):
         steps = g("Unsqueeze", g("Cast", distance, to=FLOAT), [0])
+        if s.bias == "alibi both":
+            steps = g("Abs", steps)
         return g("Mul", steps, -slopes(s)[:, None, None])
     at = g("Add", distance, g.const(200, np.int64))
     return g("Gather", bias_table(s), at, axis=1)
@@ -267,8 +326,11 @@ def oracle(
         scores = s.cap * np.tanh(scores / s.cap)
     length = q.shape[2]
     distance = np.arange(length)[:, None] - np.arange(length)[None, :]
-    if s.bias == "alibi":
-        scores = scores - slopes(s).astype(np.float64)[:, None, None] * distance
+    if s.bias.startswith("alibi"):
+        away = np.abs(distance) if s.bias == "alibi both" else distance
+        if s.bias == "alibi keys":
+            away = np.broadcast_to(-np.arange(length), distance.shape)
+        scores = scores - slopes(s).astype(np.float64)[:, None, None] * away
     elif s.bias == "table":
         scores = scores + bias_table(s).astype(np.float64)[:, distance + 200]
     seen = np.ones((3, 1, length, length), bool)
@@ -282,6 +344,8 @@ def oracle(
     top = np.where(seen.any(axis=3, keepdims=True), scores.max(axis=-1, keepdims=True), 0)
     weights = np.where(seen, np.exp(scores - top), 0)
     total = weights.sum(axis=-1, keepdims=True)
+    if s.sinks:
+        total = total + np.exp(sink_logits(s).astype(np.float64)[:, None, None] - top)
     output = np.where(total > 0, weights / np.where(total > 0, total, 1), 0) @ v
     rows = np.broadcast_to(seen.any(axis=3), output.shape[:3])
     return output.swapaxes(1, 2), rows.swapaxes(1, 2)
