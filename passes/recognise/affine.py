@@ -143,7 +143,9 @@ def monomial(parts: Sequence[Symbol], coefficient: Number) -> Affine:
 
 def divided(flat: Affine, size: Affine) -> tuple[Affine, Affine] | None:
     """Quotient and remainder by a positive size, where both stay affine for every index."""
-    if len(size.terms) > 1 or (size.terms and size.constant):
+    if len(size.terms) > 1 and not size.constant:
+        return _divided_by_sum(flat, size)
+    if size.terms and size.constant:
         return None
     (divisor, number), *_ = size.terms or ((Symbol(""), size.constant),)
     divisor_parts = Counter(divisor.parts if size.terms else ())
@@ -158,10 +160,29 @@ def divided(flat: Affine, size: Affine) -> tuple[Affine, Affine] | None:
             rest = rest + Affine(((symbol, coefficient),))
         else:
             whole = whole + monomial(tuple(left.elements()), int(coefficient) // int(number))
+    return (whole, rest) if _is_remainder(rest, size) else None
+
+
+def _divided_by_sum(flat: Affine, size: Affine) -> tuple[Affine, Affine] | None:
+    """By ``past + length``: every multiple of its first symbol must belong to one of the sum."""
+    lead, number = size.terms[0]
+    whole, rest = ZERO, flat
+    for symbol, coefficient in flat.terms:
+        left = Counter(symbol.parts)
+        left.subtract(lead.parts)
+        if min(left.values()) < 0 or coefficient % number:
+            continue
+        part = monomial(tuple(left.elements()), int(coefficient) // int(number))
+        times = product(part, size)
+        if times is None:
+            return None
+        whole, rest = whole + part, rest - times
+    return (whole, rest) if _is_remainder(rest, size) else None
+
+
+def _is_remainder(rest: Affine, size: Affine) -> bool:
     low, room = minimum(rest), minimum(size - ONE - rest)
-    if low is None or low < 0 or room is None or room < 0:
-        return None
-    return whole, rest
+    return low is not None and low >= 0 and room is not None and room >= 0
 
 
 def position(name: str, extent: Affine) -> Affine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from subquad.passes.recognise.affine import (
     OpaqueError,
     constant,
     divided,
+    monomial,
     product,
 )
 from subquad.passes.recognise.arithmetic import Handler, Inputs, int_attribute, need, optional
@@ -194,13 +196,27 @@ def _resolved(source: Shape, target: list[Affine]) -> Shape:
 
 
 def _factors(dim: Affine) -> tuple[tuple[Affine, ...], int]:
-    """A dimension as names times number: ``4 * batch`` -> (batch,), 4 and ``12`` -> (), 12."""
+    """A dimension as names times number: ``4 * batch`` -> (batch,), 4 and ``12`` -> (), 12.
+
+    A sum is one name: ``batch * past + batch * length`` -> (batch, past + length), 1.
+    """
     if dim.is_constant:
         return (), int(dim.constant)
-    if len(dim.terms) == 1 and dim.constant == 0:
-        (symbol, coefficient), *_ = dim.terms
-        return tuple(Affine(((part, 1),)) for part in symbol.parts), int(coefficient)
-    return (dim,), 1
+    number = math.gcd(*(int(c) for _, c in dim.terms), int(dim.constant))
+    shared = Counter(dim.terms[0][0].parts)
+    for symbol, _ in dim.terms[1:]:
+        shared &= Counter(symbol.parts)
+    if dim.constant:
+        shared.clear()
+    names = tuple(Affine(((part, 1),)) for part in shared.elements())
+    if len(dim.terms) == 1 and not dim.constant:
+        return names, int(dim.terms[0][1])
+    rest = constant(int(dim.constant) // number)
+    for symbol, coefficient in dim.terms:
+        left = Counter(symbol.parts)
+        left.subtract(shared)
+        rest = rest + monomial(tuple(left.elements()), int(coefficient) // number)
+    return (*names, rest), number
 
 
 class _Product:

@@ -84,6 +84,16 @@ def causal_real_at_end(g: Graph, n: Lengths) -> str:
     return g("And", causal_at_end(g, n), real(g, n))
 
 
+def causal_real_flat(g: Graph, n: Lengths) -> str:
+    """Padding read through one flat index, as TorchScript exports an index by two tensors."""
+    rows = g("Mul", g("Unsqueeze", g.arange(n.batch), [1]), n.kv_len)
+    index = g("Reshape", g("Add", rows, key_slots(g, n)), [-1])
+    flat = g("Gather", g("Reshape", n.padding, [-1]), index)
+    batch, kv_len = (g("Unsqueeze", x, [0]) for x in (n.batch, n.kv_len))
+    back = g("Reshape", flat, g("Concat", batch, [1, 1], kv_len, axis=0))
+    return g("And", causal_at_end(g, n), g("Cast", back, to=BOOL))
+
+
 def double_negation(g: Graph, n: Lengths) -> str:
     return g("Not", g("Not", causal_real(g, n)))
 
@@ -275,6 +285,7 @@ DECODE = ((1, 1), (1, 9), (4, 30), (7, 210))
         (causal_at_end, "length", "total", "end"),
         (causal_at_end, "length", "past + length", "end"),
         (causal_real_at_end, "length", "past + length", "end"),
+        (causal_real_flat, "length", "past + length", "end"),
         (gpt2_buffer, "length", "past + length", "end"),
         (causal, "length", "total", "start"),
     ],
