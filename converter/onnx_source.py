@@ -45,6 +45,8 @@ def trace_onnx(path: Path) -> TracedModel:
     except (ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
         raise UnsupportedModelError(f"{path.name} is malformed: {_deepest(error)}.") from error
     _bind_external_data(reference, files)
+    # A newer one says who wrote the file, not what is in it: the operators are those of the opset.
+    reference.ir_version = min(reference.ir_version or IR_VERSION, IR_VERSION)
     _normalise(reference)
     model = reference.clone()
     _inputs_without_defaults(model)
