@@ -7,6 +7,7 @@ VENV ?= .venv
 PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3))
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+COVERAGE_ARGS ?=
 OUT ?= out
 DEMO_METHOD ?= window:size=512
 DEMO_BUDGET ?= ppl=5%
@@ -97,8 +98,8 @@ bench-must: $(INSTALLED_MODELS)  ## what must be reached, as a table; about an h
 bench-full: $(INSTALLED_MODELS)  ## every length, one thread and all; up to four hours
 	$(PY) benchmarks/run.py --set full $(BENCH_ARGS)
 
-coverage: $(INSTALLED)  ## write docs/coverage.md: families x exporters, an hour the first time
-	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -W ignore -m zoo.report --jobs 2
+coverage: $(INSTALLED)  ## write docs/coverage.md: families x exporters; hours the first time, resumable
+	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -W ignore -m zoo.report $(COVERAGE_ARGS)
 
 models: $(INSTALLED_MODELS)  ## download the checkpoints that tests and benchmarks use
 	$(PY) tests/support/third_party.py

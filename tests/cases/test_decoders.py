@@ -68,7 +68,7 @@ class TableMask(nn.Module):
         self.register_buffer("table", torch.tril(torch.ones(64, 64)).to(table)[None, None])
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
+        x: Tensor = self.embed(input_ids)
         batch, length, _ = x.shape
         for layer in self.qkv:
             q, k, v = (
@@ -76,7 +76,7 @@ class TableMask(nn.Module):
                 for part in layer(x).split(WIDTH, dim=-1)
             )
             scores = q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
-            seen = self.table[:, :, :length, :length]
+            seen = self.get_buffer("table")[:, :, :length, :length]
             if seen.dtype != torch.bool:
                 seen = seen.to(torch.bool)
             scores = torch.where(seen, scores, torch.finfo(scores.dtype).min)
@@ -173,7 +173,7 @@ def step_of(name: str) -> tuple[nn.Module, Read]:
     module = WithPast(build(name))
     rng = np.random.default_rng(5)
     past = past_feeds(rng, 2, 5, *heads_of(name))
-    feeds = {
+    feeds: dict[str, NDArray[Any]] = {
         "input_ids": rng.integers(3, VOCABULARY, (2, 3)),
         "attention_mask": np.ones((2, 8), np.int64),
         **past,

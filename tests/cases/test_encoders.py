@@ -84,7 +84,7 @@ class Masked(nn.Module):
         )
         scores = q @ k.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5
         scores = scores + (self.table if mask is None else mask)
-        mixed = scores.softmax(-1) @ v
+        mixed: Tensor = scores.softmax(-1) @ v
         return mixed.transpose(1, 2).reshape(batch, length, WIDTH)
 
 
@@ -177,7 +177,8 @@ class Laid(nn.Module):
             mixed = mixed.transpose(1, 2)
         else:
             mixed = mixed.permute(0, 2, 1, 3).contiguous()
-        return self.out(mixed.reshape(batch, length, HEADS * self.head_dim))
+        result: Tensor = self.out(mixed.reshape(batch, length, HEADS * self.head_dim))
+        return result
 
 
 def repeated(x: Tensor, times: int) -> Tensor:

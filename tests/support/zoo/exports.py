@@ -2,13 +2,15 @@
 
     python -m zoo.exports FAMILY:EXPORTER...     # the child process that makes them
 
-Files lie in ``$SUBQUAD_CACHE/zoo``, else in a temporary folder.
+Files lie in ``$SUBQUAD_CACHE/zoo``, else in a temporary folder. An exporter that fails, crashes or
+does not end is remembered as such.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zoo import families
-from zoo.families import FAMILIES, INPUTS, Spelling
+from zoo.families import FAMILIES, INPUTS, SPELLINGS, Spelling
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +35,10 @@ SAMPLE_LENGTHS = (3, 19, 70)
 TRACE_LENGTH = 24
 # Raise it when the code below makes other files of the same family.
 _RECIPE = 1
+# Processor time for one export; the slowest takes a tenth of it.
+_MAX_SECONDS = 400
+# What a child prints once it can work.
+_READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,16 @@ class Exporter:
 EXPORTERS = {
     e.name: e
     for e in (
-        Exporter(True, 24, "sdpa"),
-        Exporter(True, 24, "eager"),
-        Exporter(True, 18, "sdpa"),
-        Exporter(True, 18, "eager"),
-        Exporter(False, 18, "sdpa"),
-        Exporter(False, 17, "eager"),
-        Exporter(False, 14, "sdpa"),
-        Exporter(False, 13, "eager"),
+        Exporter(dynamo, opset, spelling)
+        for dynamo, opset in (
+            (True, 24),
+            (True, 20),
+            (True, 18),
+            (False, 17),
+            (False, 14),
+            (False, 13),
+        )
+        for spelling in SPELLINGS
     )
 }
 
@@ -110,27 +118,45 @@ def exporters_of(family: str) -> list[str]:
 
 
 def make_exports(wanted: Sequence[tuple[str, str]]) -> None:
-    """Make what is not in the cache; torch is imported in one child process for all."""
-    missing = [":".join(w) for w in wanted if not any(f.exists() for f in _files(*w))]
-    if not missing:
-        return
+    """Make what is not in the cache; torch is imported in one child process for all.
+
+    A child that dies takes one export with it: the others go on in another child.
+    """
     cache_folder().mkdir(parents=True, exist_ok=True)
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "zoo.exports", *missing],
-        env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=True,
-    )
+    while missing := [w for w in wanted if not any(f.exists() for f in _files(*w))]:
+        names = [":".join(w) for w in missing]
+        child = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "zoo.exports", *names],
+            env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if child.returncode == 0:
+            continue
+        lines = ["?", *(line for line in child.stderr.splitlines() if line.strip())]
+        if _READY not in child.stdout.splitlines():
+            raise RuntimeError(f"no export can be made: {lines[-1]}")
+        # They are made in order: the first that is not there is the one it died of.
+        path, failure = next(
+            files for files in (_files(*w) for w in missing) if not any(f.exists() for f in files)
+        )
+        reason = lines[-1] if child.returncode > 0 else f"signal {-child.returncode}"
+        failure.write_text(f"the exporter ends with {reason}"[:300], "utf-8")
 
 
-def _files(family: str, exporter: str) -> tuple[Path, Path]:
-    """The model, or the text of the failure; the name carries all that they depend on."""
+def key_of(family: str, exporter: str) -> str:
+    """Names an export by all that it depends on."""
     digest = hashlib.sha256(f"{_RECIPE} {FAMILIES[family]}".encode())
     for package in ("torch", "transformers", "onnxscript", "onnx"):
         digest.update(version(package).encode())
-    stem = f"{family}_{exporter}_{digest.hexdigest()[:10]}"
+    return f"{family}_{exporter}_{digest.hexdigest()[:10]}"
+
+
+def _files(family: str, exporter: str) -> tuple[Path, Path]:
+    """The model, or the text of the failure."""
+    stem = key_of(family, exporter)
     return cache_folder() / f"{stem}.onnx", cache_folder() / f"{stem}.failed"
 
 
@@ -274,8 +300,15 @@ _FAILURES = (
 
 
 def _main(wanted: Sequence[str]) -> None:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    print(_READY, flush=True)
     for family, exporter in (text.split(":") for text in wanted):
         path, failure = _files(family, exporter)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = int(used.ru_utime + used.ru_stime) + _MAX_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         try:
             write_export(family, exporter, path)
         except _FAILURES as error:

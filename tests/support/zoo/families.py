@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 GAIN = 6
 Spelling = Literal["sdpa", "eager"]
+SPELLINGS: tuple[Spelling, ...] = ("sdpa", "eager")
 
 BASE = {
     "vocab_size": 256,
@@ -88,7 +89,7 @@ class Family:
     config: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: str = "text"
-    spellings: tuple[Spelling, ...] = ("sdpa", "eager")
+    spellings: tuple[Spelling, ...] = SPELLINGS
     gain: float = GAIN
     sites: int = 2
 

@@ -1,126 +1,76 @@
-"""What recognition makes of the zoo, as ``docs/coverage.md`` and ``docs/coverage.json``.
+"""What recognition makes of the zoo, as ``docs/coverage.md`` and ``coverage.json`` here.
 
-    python -m zoo.report [--family NAME]... [--exporter NAME]... [--output FOLDER]
+    python -m zoo.report [--family NAME]... [--exporter NAME]... [--minutes N]
 
 A row per family, a column per exporter. Each cell is measured: the exported file is read, raised,
-and run at lengths and paddings it was not exported with.
+and run at lengths and paddings it was not exported with. Cells are kept, so a run that is stopped
+goes on where it was; both files are written as it goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import re
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+from zoo.exports import EXPORTERS, exporters_of, make_exports
+from zoo.families import FAMILIES, SPELLINGS
+from zoo.measure import ROOT, Cell, cell_file, measured
 
-from onnx_graphs import Runner
-from subquad.converter.onnx_source import trace_onnx
-from subquad.passes.canonicalise import canonicalise
-from subquad.passes.raise_attention import raise_attention
-from subquad.runtime.errors import SubquadError
-from zoo.exports import EXPORTERS, ExportError, export, exporters_of, make_exports
-from zoo.families import FAMILIES
+DOCUMENT = ROOT / "docs" / "coverage.md"
+RESULTS = Path(__file__).with_name("coverage.json")
+# Every family gets these first: they differ the most.
+_FIRST = ("torchscript17-eager", "dynamo24-sdpa")
+# Exports made by one child, which imports torch once.
+_BATCH = 12
 
-DOCS = Path(__file__).parents[3] / "docs"
+Pair = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One export and what became of it.
-
-    Attributes:
-        family, exporter: which.
-        sites: attentions in the model.
-        found: meaning of each raised site -> how many.
-        declined: reason -> how many anchors (softmaxes that are no attention included).
-        source_error: largest difference between raised and exported graph at real tokens,
-            relative to the largest value.
-        eager_error: between raised graph and the torch model in eager mode.
-        export_error: between exported graph and the torch model.
-        failure: why there is nothing to recognise.
-    """
-
-    family: str
-    exporter: str
-    sites: int
-    found: dict[str, int] = field(default_factory=dict)
-    declined: dict[str, int] = field(default_factory=dict)
-    source_error: float = 0.0
-    eager_error: float = 0.0
-    export_error: float = 0.0
-    failure: str = ""
-
-    @property
-    def raised(self) -> int:
-        return sum(self.found.values())
+def in_order(pairs: Sequence[Pair]) -> list[Pair]:
+    """One TorchScript and one dynamo export of every family first, then the cheaper exporter."""
+    first = [(family, _or_other(family, name)) for name in _FIRST for family in FAMILIES]
+    names = sorted(EXPORTERS, key=lambda name: EXPORTERS[name].dynamo)
+    rest = [(family, name) for name in names for family in FAMILIES]
+    wanted = set(pairs)
+    return [pair for pair in dict.fromkeys([*first, *rest]) if pair in wanted]
 
 
-def measure(family: str, exporter: str) -> Cell:
-    """Export (or take from the cache), recognise, run."""
-    sites = FAMILIES[family].sites
-    try:
-        exported = export(family, exporter)
-        traced = trace_onnx(exported.path)
-    except (ExportError, SubquadError) as error:
-        return Cell(family, exporter, sites, failure=str(error))
-    model = traced.model
-    canonicalise(model)
-    result = raise_attention(model)
-    source, ours = Runner(traced.reference), Runner(model)
-    errors = [0.0, 0.0, 0.0]
-    try:
-        source(exported.samples[0][0])
-    except (ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.RuntimeException) as error:
-        text = str(error).strip().splitlines()[0].split(" was false. ")[-1]
-        return Cell(family, exporter, sites, failure=f"ONNX Runtime fails on it: {text[:200]}")
-    for feeds, eager in exported.samples:
-        real = real_tokens(feeds, eager)
-        graph, raised = source(feeds)[0], ours(feeds)[0]
-        pairs = ((raised, graph), (raised, eager), (graph, eager))
-        errors = [max(e, relative(a, b, real)) for e, (a, b) in zip(errors, pairs, strict=True)]
-    meanings = Counter(
-        site.describe() + ("" if site.is_self else " (cross)") for site in result.sites
-    )
-    declined = Counter(rejection.reason for rejection in result.rejections)
-    return Cell(
-        family,
-        exporter,
-        sites,
-        dict(meanings),
-        dict(declined),
-        source_error=errors[0],
-        eager_error=errors[1],
-        export_error=errors[2],
-    )
+def _or_other(family: str, exporter: str) -> str:
+    """The same exporter with a spelling that the family has."""
+    found = EXPORTERS[exporter]
+    spelling = next(s for s in (found.spelling, *SPELLINGS) if s in FAMILIES[family].spellings)
+    return exporter.replace(found.spelling, spelling)
 
 
-def real_tokens(
-    feeds: dict[str, NDArray[Any]], output: NDArray[np.float32]
-) -> NDArray[np.bool_] | slice:
-    """Which positions of the output are compared: padding slots hold nothing of meaning."""
-    mask = feeds.get("attention_mask")
-    real = mask > 0 if mask is not None else ~feeds["hidden"] if "hidden" in feeds else None
-    return real if real is not None and output.shape[:2] == real.shape else slice(None)
-
-
-def relative(
-    got: NDArray[Any], want: NDArray[Any], real: NDArray[np.bool_] | slice = slice(None)
-) -> float:
-    if got.shape != want.shape:
-        return float("inf")
-    got, want = got[real], want[real]
-    error = float(np.abs(got - want).max() / np.abs(want).max())
-    return error if np.isfinite(error) else float("inf")
+def measure_all(pairs: Sequence[Pair], minutes: float) -> Iterator[Cell]:
+    """One cell after the other; a recogniser that crashes gives a cell too."""
+    deadline = time.monotonic() + 60 * minutes
+    pool: ProcessPoolExecutor | None = None
+    for batch in (pairs[i : i + _BATCH] for i in range(0, len(pairs), _BATCH)):
+        if time.monotonic() > deadline:
+            break
+        make_exports([pair for pair in batch if not cell_file(*pair).exists()])
+        for pair in batch:
+            pool = pool or ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            future = pool.submit(measured, *pair)
+            error = future.exception()
+            if error is None:
+                yield future.result()
+                continue
+            reason = f"the recogniser fails: {type(error).__name__}: {error}"
+            yield Cell(*pair, FAMILIES[pair[0]].sites, failure=reason)
+            pool.shutdown()
+            pool = None
+    if pool is not None:
+        pool.shutdown()
 
 
 # --- the document ----------------------------------------------------------------------------
@@ -132,13 +82,14 @@ _INTRODUCTION = """\
 # Which attentions are recognised
 
 Written by `make coverage`; do not edit. Small random models of every family (weights enlarged,
-head sizes no power of four), each exported in every way torch offers, read as `.onnx`, raised,
-and run at lengths 3, 19 and 70 with rows unpadded, padded in front, behind, and with holes.
+head sizes no power of four), exported in the ways torch offers, read as `.onnx`, raised, and run
+at lengths 3, 19 and 70 with rows unpadded, padded in front, behind, and with holes.
 
-A cell: attentions raised / attentions in the model, and the largest difference from the exported
-graph at real tokens, relative to the largest value. *export* = torch cannot export it that way.
-`!` = the exported file itself differs from the torch model (by more than 1e-3 of its largest value)
-at a length or padding it was not exported with; what is in the file is followed all the same.
+A cell: attentions raised / attentions in the model, and the largest difference from the torch
+model in eager mode at real tokens, relative to the largest value. *export* = there is no file to
+read, see below. `!` = the exported file itself differs from the torch model (by more than 1e-3 of
+its largest value) at a length or padding it was not exported with; what is in the file is followed
+all the same, and the difference shown is that from the file. An empty cell: not measured.
 
 """
 
@@ -147,30 +98,55 @@ def document(cells: Sequence[Cell]) -> str:
     names = [n for n in EXPORTERS if any(c.exporter == n for c in cells)]
     table = {(c.family, c.exporter): c for c in cells}
     rows = [n for n in FAMILIES if any(c.family == n for c in cells)]
-    raised = sum(c.raised for c in cells if not c.failure)
-    total = sum(c.sites for c in cells if not c.failure)
-    lines = [f"**{raised} of {total} attentions** in {len(cells)} exports are raised.", ""]
-    lines.append("| family | what is raised | " + " | ".join(names) + " |")
-    lines.append("|---" * (len(names) + 2) + "|")
+    there = [c for c in cells if not c.failure]
+    raised, total = sum(len(c.raised) for c in there), sum(c.sites for c in there)
+    worst = max((c.source_error for c in there if c.source_error is not None), default=0.0)
+    lines = [
+        f"**{raised} of {total} attentions** in {len(there)} exported files are raised; the "
+        f"largest difference between a raised and an exported graph is {worst:.0e}.",
+        "",
+        "| family | what is raised | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 2) + "|",
+    ]
     for row in rows:
         mine = [table[row, name] for name in names if (row, name) in table]
-        meanings = dict.fromkeys(meaning for cell in mine for meaning in cell.found)
+        meanings = dict.fromkeys(meaning for cell in mine for meaning in cell.raised.values())
         entries = [_cell(table.get((row, name))) for name in names]
         lines.append(f"| {row} | {'; '.join(meanings)} | " + " | ".join(entries) + " |")
-    lines += ["", "## What is declined, and why", ""]
+    return _INTRODUCTION + "\n".join([*lines, *_details(cells)]) + "\n"
+
+
+def _details(cells: Sequence[Cell]) -> Iterator[str]:
+    yield from ("", "## What is declined, and why", "")
     reasons: dict[str, list[str]] = {}
     for cell in cells:
-        for reason, count in cell.declined.items():
-            where = f"{cell.family} {cell.exporter} ×{count}"
-            reasons.setdefault(_general(reason), []).append(where)
+        for reason, count in Counter(map(_general, cell.declined.values())).items():
+            reasons.setdefault(reason, []).append(f"{cell.family} {cell.exporter} ×{count}")
     for reason, places in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(places) - 6} more" if len(places) > 6 else ""
-        lines.append(f"- {reason} ({', '.join(places[:6])}{more})")
-    failures = [c for c in cells if c.failure]
-    if failures:
-        lines += ["", "## What torch cannot export, or cannot be read", ""]
-        lines += [f"- {c.family} {c.exporter}: {c.failure}" for c in failures]
-    return _INTRODUCTION + "\n".join(lines) + "\n"
+        yield f"- {reason} ({_shown(places)})"
+    yield from ("", "## How it was proved", "")
+    yield "Every mask also agreed with the graph's own, and every raised node with its subgraph, on"
+    yield "sampled lengths, paddings and inputs (see [recognition.md](recognition.md))."
+    yield ""
+    proofs: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        for how in cell.proofs.values():
+            proofs.setdefault(_general(how), {})[cell.family] = None
+    for how, families in sorted(proofs.items(), key=lambda item: (-len(item[1]), item[0])):
+        yield f"- {how} ({', '.join(families)})"
+    wrong = [(c, c.failure or c.note) for c in cells if c.failure or c.note]
+    if wrong:
+        yield from ("", "## What cannot be exported, read or run", "")
+        texts: dict[str, list[str]] = {}
+        for cell, text in wrong:
+            texts.setdefault(text, []).append(f"{cell.family} {cell.exporter}")
+        for text, places in texts.items():
+            yield f"- {_shown(places)}: {text}"
+
+
+def _shown(places: Sequence[str]) -> str:
+    more = f" and {len(places) - 6} more" if len(places) > 6 else ""
+    return ", ".join(places[:6]) + more
 
 
 def _cell(cell: Cell | None) -> str:
@@ -178,9 +154,10 @@ def _cell(cell: Cell | None) -> str:
         return ""
     if cell.failure:
         return "*export*"
-    mark = "!" if cell.export_error > EXPORT_TOLERANCE else ""
-    error = f" {cell.source_error:.0e}" if cell.raised else ""
-    return f"{cell.raised}/{cell.sites}{error}{mark}"
+    differs = cell.export_error is None or cell.export_error > EXPORT_TOLERANCE
+    error = cell.source_error if differs else cell.eager_error
+    shown = f" {error:.0e}" if cell.raised and error is not None else ""
+    return f"{len(cell.raised)}/{cell.sites}{shown}{'!' if differs else ''}"
 
 
 def _general(reason: str) -> str:
@@ -188,31 +165,48 @@ def _general(reason: str) -> str:
     return re.sub(r"'[^']*'", "…", reason)
 
 
+# --- the command -----------------------------------------------------------------------------
+
+
+def known_cells() -> dict[Pair, Cell]:
+    """Results of earlier runs, by family and exporter."""
+    if not RESULTS.exists():
+        return {}
+    cells = map(Cell.from_json, json.loads(RESULTS.read_text("utf-8")))
+    return {(cell.family, cell.exporter): cell for cell in cells}
+
+
+def write(measured_now: dict[Pair, Cell]) -> None:
+    """Both files, in the order of the tables, with what earlier runs found elsewhere."""
+    cells = known_cells() | measured_now
+    kept = [cells[f, e] for f in FAMILIES for e in EXPORTERS if (f, e) in cells]
+    rows = ",\n".join(json.dumps(cell.to_json(), allow_nan=False) for cell in kept)
+    RESULTS.write_text(f"[\n{rows}\n]\n", "utf-8")
+    DOCUMENT.write_text(document(kept), "utf-8")
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="zoo.report", description=__doc__)
     parser.add_argument("--family", action="append", choices=list(FAMILIES))
     parser.add_argument("--exporter", action="append", choices=list(EXPORTERS))
-    parser.add_argument("--output", type=Path, default=DOCS)
-    parser.add_argument("--jobs", type=int, default=1)
-    options = parser.parse_args(arguments)
-    work = [
-        (family, exporter)
-        for family in options.family or FAMILIES
-        for exporter in exporters_of(family)
-        if exporter in (options.exporter or EXPORTERS)
-    ]
-    cells = []
-    with ProcessPoolExecutor(options.jobs) as pool:
-        families = dict.fromkeys(family for family, _ in work)
-        list(pool.map(make_exports, [[w for w in work if w[0] == f] for f in families]))
-        for cell in pool.map(measure, *zip(*work, strict=True)):
-            print(f"{cell.family:24}{cell.exporter:22}{_cell(cell)}", file=sys.stderr, flush=True)
-            cells.append(cell)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "coverage.md").write_text(document(cells), "utf-8")
-    (options.output / "coverage.json").write_text(
-        json.dumps([asdict(cell) for cell in cells], indent=1) + "\n", "utf-8"
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start no more after this time"
     )
+    options = parser.parse_args(arguments)
+    pairs = in_order(
+        [
+            (family, exporter)
+            for family in options.family or FAMILIES
+            for exporter in exporters_of(family)
+            if exporter in (options.exporter or EXPORTERS)
+        ]
+    )
+    cells: dict[Pair, Cell] = {}
+    for number, cell in enumerate(measure_all(pairs, options.minutes), start=1):
+        cells[cell.family, cell.exporter] = cell
+        text = f"{number:4}/{len(pairs)}  {cell.family:24}{cell.exporter:22}{_cell(cell)}"
+        print(text, cell.failure or cell.note, file=sys.stderr, flush=True)
+        write(cells)
 
 
 if __name__ == "__main__":
