@@ -36,6 +36,11 @@ GEMM_SIZE = 1024
 GEMM_CALLS = 2
 GEMM_DEVIATION = 0.15
 """A round whose matrix products are further off the median does not count."""
+GEMM_SHARE, GEMM_SAMPLES = 0.005, 25
+"""After a run of a minute, a product of 20 ms says little about that minute: up to so many samples
+are taken, for this share of the run's time, and their median is the product's time."""
+LONG_ROUND = 30.0
+"""Seconds from which on every round is reported."""
 
 SAMPLE_SECONDS = 0.005
 """Shorter runs are repeated within one sample."""
@@ -231,7 +236,7 @@ def run_cases(
     with Pool() as pool:
         for number, case in enumerate(order):
             left = stop - time.monotonic()
-            result = measure_case(case, pool, settings, left)
+            result = measure_case(case, pool, settings, left, progress)
             progress(f"[{number + 1}/{len(order)}, {max(left, 0):.0f} s left] {_summary(result)}")
             (skipped if "skipped" in result else results).append(result)
             # Models hold gigabytes.
@@ -254,7 +259,13 @@ def _summary(result: Mapping[str, Any]) -> str:
     return head + ", ".join(parts) + kept
 
 
-def measure_case(case: Case, pool: Pool, settings: Settings, left: float) -> dict[str, Any]:
+def measure_case(
+    case: Case,
+    pool: Pool,
+    settings: Settings,
+    left: float,
+    progress: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
     """Measure; a contestant that fails is left out with its reason."""
     base = {"workload": case.workload, "length": case.length, "threads": case.threads}
     base |= dict(case.facts)
@@ -273,7 +284,7 @@ def measure_case(case: Case, pool: Pool, settings: Settings, left: float) -> dic
         if not any(item.ours for item in taking_part):
             return base | {"skipped": "; ".join(f"{k}: {v}" for k, v in excluded.items())}
         try:
-            result = _attempt(case, taking_part, pool, settings, left)
+            result = _attempt(case, taking_part, pool, settings, left, progress)
         except ContestantFailed as failed:
             excluded[failed.label] = failed.reason
             pool.stop()
@@ -282,7 +293,12 @@ def measure_case(case: Case, pool: Pool, settings: Settings, left: float) -> dic
 
 
 def _attempt(
-    case: Case, contestants: Sequence[Contestant], pool: Pool, settings: Settings, left: float
+    case: Case,
+    contestants: Sequence[Contestant],
+    pool: Pool,
+    settings: Settings,
+    left: float,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
     started = time.monotonic()
 
@@ -317,28 +333,35 @@ def _attempt(
     spec = {"kind": "gemm", "size": GEMM_SIZE, "threads": case.threads}
     gemm.ask("GEMM", "open", spec=spec)
 
-    def multiply() -> float:
-        answer = gemm.ask("GEMM", "time", repeat=GEMM_CALLS, clock=settings.clock)
-        return float(answer["seconds"])
+    def multiply(samples: int = 1) -> float:
+        times = [
+            float(gemm.ask("GEMM", "time", repeat=GEMM_CALLS, clock=settings.clock)["seconds"])
+            for _ in range(samples)
+        ]
+        return statistics.median(times)
 
     multiply()
+    samples = gemm_samples(round_seconds / len(contestants), multiply())
     repeat = {label: max(1, round(SAMPLE_SECONDS / max(s, 1e-7))) for label, s in seconds.items()}
     rows: list[Row] = []
     stop = time.monotonic() + left
     begun = time.monotonic()
     while _more(rows, settings, time.monotonic() - begun, stop - time.monotonic()):
         turn = len(rows) % len(contestants)
-        before = multiply()
+        before = multiply(samples)
         got, around, all_gemm = {}, {}, [before]
         for item in [*contestants[turn:], *contestants[:turn]]:
             answer = process(item).ask(
                 item.label, "time", repeat=repeat[item.label], clock=settings.clock
             )
-            after = multiply()
+            after = multiply(samples)
             got[item.label], around[item.label] = answer["seconds"], (before + after) / 2
             all_gemm.append(after)
             before = after
         rows.append(Row(got, around, tuple(all_gemm)))
+        if round_seconds > LONG_ROUND:
+            times = ", ".join(f"{label} {value:.2f} s" for label, value in got.items())
+            progress(f"round {len(rows)}, {sum(steady(rows))} count: {times}")
     gemm.ask("GEMM", "close")
     _close(contestants, process)
     return _statistics(case, contestants, rows, errors, facts)
@@ -352,6 +375,11 @@ def _more(rows: Sequence[Row], settings: Settings, spent: float, left: float) ->
     if kept < settings.rounds:
         return len(rows) < 2 * settings.rounds
     return spent < CASE_SECONDS and kept < 3 * settings.rounds
+
+
+def gemm_samples(seconds: float, product: float) -> int:
+    """How many samples of a matrix product stand beside a run of so many seconds."""
+    return min(GEMM_SAMPLES, max(1, int(GEMM_SHARE * seconds / (GEMM_CALLS * product))))
 
 
 def _close(contestants: Sequence[Contestant], process: Callable[[Contestant], Process]) -> None:

@@ -67,10 +67,24 @@ CASE = Case("dense", 64, 1, (OURS, RIVAL), flops=1e6, rows=(0, 1))
 
 def measure(process: Scripted, case: Case = CASE, **settings: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {"rounds": 10}
+    left = settings.pop("left", 100.0)
     result = harness.measure_case(
-        case, ScriptedPool(process), Settings(**defaults | settings), left=100.0
+        case, ScriptedPool(process), Settings(**defaults | settings), left=left
     )
     return result
+
+
+def test_long_runs_have_more_samples_of_the_product_beside_them() -> None:
+    assert harness.gemm_samples(0.1, GEMM) == 1
+    assert harness.gemm_samples(16.0, GEMM) == 2
+    assert harness.gemm_samples(60.0, GEMM) == 7
+    assert harness.gemm_samples(3600.0, GEMM) == harness.GEMM_SAMPLES
+
+
+def test_one_slow_product_beside_a_long_run_costs_no_round() -> None:
+    process = Scripted({"ours": 60.0, "rival": 60.0}, [GEMM] * 20 + [3 * GEMM])
+    result = measure(process, rounds=1, left=1000.0)
+    assert result["rounds_kept"] == result["rounds"]
 
 
 def test_ratios_are_paired_and_rates_relative_to_the_product() -> None:
