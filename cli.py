@@ -12,6 +12,7 @@ import click
 from subquad import __version__
 from subquad.commands.convert import convert, inspect, plan
 from subquad.commands.frame import INTERRUPTED, fail
+from subquad.commands.generate import generate
 from subquad.commands.measure import bench, validate
 from subquad.commands.run import doctor, run
 from subquad.commands.tune import tune
@@ -66,7 +67,7 @@ def cli(verbose: bool) -> None:
     )
 
 
-for command in (inspect, convert, plan, tune, validate, bench, run, doctor):
+for command in (inspect, convert, plan, tune, validate, bench, run, generate, doctor):
     cli.add_command(command)
 
 

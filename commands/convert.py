@@ -11,6 +11,7 @@ import click
 from subquad.commands.frame import is_artifact, load_pipeline, print_json, progress_shown
 from subquad.commands.options import (
     IntList,
+    cache_option,
     common_options,
     planning_options,
     require_sites_option,
@@ -56,17 +57,21 @@ Examples:
     metavar="N|all",
     help="Fail (exit 5) unless this many attentions were recognised; all = none was declined.",
 )
+@cache_option
 @common_options
 def inspect(
     source: str,
     data: tuple[Path, ...],
     lengths: tuple[int, ...],
     require_sites: str | None,
+    cache: bool,
     as_json: bool,
 ) -> None:
     """Show every attention that is found, with its proved mask; writes nothing."""
     if data and is_artifact(source):
         raise UsageError("--data needs the source: an artifact's heads are those of its source.")
+    if cache and (data or is_artifact(source)):
+        raise UsageError("--cache goes with a source and without --data.")
     if data:
         import tempfile
 
@@ -88,7 +93,8 @@ def inspect(
         report = json_ready(manifest)
     else:
         with progress_shown() as progress:
-            report = load_pipeline().inspect_source(source, progress=progress).to_json()
+            pipeline = load_pipeline()
+            report = pipeline.inspect_source(source, cache=cache, progress=progress).to_json()
     if as_json:
         print_json(report)
     else:
@@ -123,6 +129,7 @@ Examples:
   subquad convert my_package.models:build out
   subquad convert ./my-model out --budget ppl=1% --lengths 4096 --data texts/
   subquad convert ./my-model out --plan plan.json
+  subquad convert ./my-gpt out --cache             to generate text with
 
 \b
 SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
@@ -207,6 +214,7 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     type=click.IntRange(min=1),
     help="Length to look records up for [default: the model's longest, at most 4096].",
 )
+@cache_option
 @seed_option
 @common_options
 def convert(
@@ -237,6 +245,7 @@ def convert(
     tuning: bool,
     tuning_records: tuple[Path, ...],
     tuning_length: int | None,
+    cache: bool,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -247,6 +256,12 @@ def convert(
         raise UsageError(
             "--target goes neither with --budget nor with --distil: make a plan with "
             "`subquad plan`, then convert with --plan and --target."
+        )
+    if cache and (budget or distil is not None):
+        raise UsageError(
+            "--cache goes neither with --budget nor with --distil: make a plan with "
+            "`subquad plan`, which fits the model with and without a cache, then convert with "
+            "--plan and --cache."
         )
     shared: dict[str, Any] = {
         "overwrite": overwrite,
@@ -326,6 +341,7 @@ def convert(
                 seed=seed,
                 strict_causal=strict_causal,
                 targets=targets,
+                cache=cache,
                 progress=progress,
                 **shared,
             )
@@ -348,6 +364,8 @@ def convert(
     peak = report.get("peak_rss_bytes")
     console.print(f"wrote {report['output']} in {seconds:.1f} s, peak memory {size_text(peak)}")
     console.print(f"next: subquad validate {report['output']}", style="dim")
+    if cache:
+        console.print(f"      subquad generate {report['output']} --text TEXT", style="dim")
 
 
 @click.command(

@@ -124,6 +124,13 @@ require_sites_option = click.option(
 )
 
 
+cache_option = click.option(
+    "--cache",
+    is_flag=True,
+    help="A decoder that carries what earlier tokens left from call to call, for generation.",
+)
+
+
 seed_option = click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of everything random."
 )

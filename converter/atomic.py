@@ -12,6 +12,7 @@ from pathlib import Path
 
 from subquad.runtime.errors import OutputError, UsageError
 from subquad.runtime.manifest import MANIFEST_NAME
+from subquad.runtime.pair import is_pair
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -109,7 +110,7 @@ def _check_destination(destination: Path, *, overwrite: bool) -> None:
         raise UsageError(
             f"{destination} exists and is not empty. Choose another directory, or overwrite it."
         )
-    if not (destination / MANIFEST_NAME).is_file():
+    if not (destination / MANIFEST_NAME).is_file() and not is_pair(destination):
         raise UsageError(
             f"{destination} is not empty and holds no {MANIFEST_NAME}, so it is no artifact. "
             "Overwriting would delete files that are not ours; choose another directory."

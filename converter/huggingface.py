@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,18 @@ import onnx_ir as ir
 
 from subquad.converter.signature import describe_signature
 from subquad.converter.source_hash import hash_files
-from subquad.converter.source_sample import run_source_on_random
+from subquad.converter.source_sample import SourceSample, run_source, run_source_on_random
 from subquad.converter.torch_export import export_module, quiet
 from subquad.converter.traced import TracedModel
 from subquad.converter.weights import INDEX_NAME, StoredTensor, is_lazy, open_checkpoint
 from subquad.runtime.errors import UnsupportedModelError, UsageError
+from subquad.runtime.manifest import InputSpec, OutputSpec
+from subquad.runtime.past import PAST
 
 if TYPE_CHECKING:
     import torch
+
+    from subquad.converter.cached_decoder import CachedDecoder
 
 CONFIG_NAME = "config.json"
 
@@ -46,8 +51,31 @@ _BATCH, _LENGTH, _TARGET_LENGTH = 2, 23, 11
 logger = logging.getLogger(__name__)
 
 
-def trace_huggingface(folder: Path) -> TracedModel:
+@dataclass(frozen=True)
+class _Task:
+    """One graph to trace of a loaded model.
+
+    Attributes:
+        module, inputs, axes, bundle: as of ``export_module``.
+        sample: what the module computes itself on a small input.
+        cached: whether every past of it must be carried on.
+        limit: longest sequence, where known.
+    """
+
+    module: Any
+    inputs: dict[str, torch.Tensor]
+    axes: dict[str, dict[int, str]]
+    sample: SourceSample
+    limit: int | None
+    bundle: str = ""
+    cached: bool = False
+
+
+def trace_huggingface(folder: Path, *, cache: bool = False) -> TracedModel:
     """Trace a saved Hugging Face model.
+
+    With ``cache``, a decoder takes and returns the keys and values of earlier tokens; see
+    ``cached_decoder``.
 
     Remote code is never run and pickles are never read. The class comes from ``architectures`` in
     ``config.json``; without that entry, from the class whose parameters match the checkpoint.
@@ -56,6 +84,65 @@ def trace_huggingface(folder: Path) -> TracedModel:
         UsageError: not a folder with a ``config.json``.
         UnsupportedModelError: unknown architecture, missing or damaged weights, not traceable.
     """
+
+    def tasks(model: Any, what: str) -> dict[str, _Task]:
+        vocabulary, limit = _vocabulary(model.config), max_positions(model.config)
+        if cache:
+            from subquad.converter.cached_decoder import cached_decoder
+
+            return {"": _cached(cached_decoder(model, what, limit, vocabulary), limit)}
+        inputs, axes = _example_inputs(model, what)
+        sample = run_source_on_random(model, inputs, axes, vocabulary)
+        return {"": _Task(model, inputs, axes, sample, limit)}
+
+    return _traced_parts(folder, tasks)[""]
+
+
+def is_encoder_decoder(folder: Path) -> bool:
+    """Whether ``config.json`` says so."""
+    path = folder / CONFIG_NAME
+    return path.is_file() and bool(_load_config(folder, path).is_encoder_decoder)
+
+
+def trace_encoder_decoder(folder: Path) -> dict[str, TracedModel]:
+    """The two graphs of a saved encoder-decoder, ``encoder`` and ``decoder``.
+
+    Raises:
+        as ``trace_huggingface``.
+    """
+
+    def tasks(model: Any, what: str) -> dict[str, _Task]:
+        from subquad.converter.encoder_decoder import encoder_decoder
+
+        limits = {
+            name: getattr(model.config, f"max_{place}_positions", None)
+            or max_positions(model.config)
+            for name, place in (("encoder", "source"), ("decoder", "target"))
+        }
+        parts = encoder_decoder(
+            model,
+            what,
+            _example_inputs(model, what),
+            limits["decoder"],
+            _vocabulary(model.config),
+        )
+        return {name: _cached(part, limits[name]) for name, part in parts.items()}
+
+    return _traced_parts(folder, tasks)
+
+
+def _cached(decoder: CachedDecoder, limit: int | None) -> _Task:
+    from subquad.converter.cached_decoder import BUNDLE
+
+    sample = run_source(decoder.module, decoder.sample, BUNDLE)
+    axes = decoder.dynamic_axes
+    return _Task(decoder.module, decoder.inputs, axes, sample, limit, BUNDLE, cached=True)
+
+
+def _traced_parts(
+    folder: Path, tasks_of: Callable[[Any, str], Mapping[str, _Task]]
+) -> dict[str, TracedModel]:
+    """Load a model and trace what ``tasks_of`` the model and its name asks for."""
     config_path = folder / CONFIG_NAME
     if not config_path.is_file():
         raise UsageError(f"{folder} has no {CONFIG_NAME}, so it is no Hugging Face model folder.")
@@ -65,36 +152,55 @@ def trace_huggingface(folder: Path) -> TracedModel:
         model_class = _model_class(config, checkpoint)
         model, missing = _load_model(model_class, folder, config)
     what = f"{folder.name} ({model_class.__name__})"
-    inputs, dynamic_axes = _example_inputs(model, what)
-    # Before the weights are let go.
-    sample = run_source_on_random(model, inputs, dynamic_axes, _vocabulary(model.config))
+    # With its samples, before the weights are let go.
+    tasks = tasks_of(model, what)
     weights = _match_weights(model, checkpoint)
-    traced = export_module(
-        model, inputs, dynamic_axes, find_weight=_weight_finder(weights), what=what
-    )
-    _refuse_emptied(traced, model)
-    limit = max_positions(model.config)
-    del model
-    sampled = sample.named(traced)
-    _drop_outputs_of_missing(traced, missing, what)
-    specs = describe_signature(traced.graph)
-    return TracedModel(
-        model=traced,
-        reference=traced.clone(),
-        kind="huggingface",
-        source_name=folder.name,
-        source_hash=hash_files(source_files(folder, checkpoint)),
-        inputs=specs[0],
-        outputs=specs[1],
-        companions=find_companions(folder),
-        max_length=limit if any("length" in spec.shape for spec in specs[0]) else None,
-        sample_inputs=sample.inputs,
-        sample_outputs={
-            value.name: sampled[value.name]
-            for value in traced.graph.outputs
-            if value.name in sampled
-        },
-    )
+    source_hash = hash_files(source_files(folder, checkpoint))
+    traced = {}
+    for name, task in tasks.items():
+        graph = export_module(
+            task.module,
+            task.inputs,
+            task.axes,
+            find_weight=_weight_finder(weights),
+            what=what,
+            bundle=task.bundle,
+        )
+        _refuse_emptied(graph, model)
+        sampled = task.sample.named(graph)
+        _drop_outputs_of_missing(graph, missing, what)
+        specs = describe_signature(graph.graph)
+        if task.cached:
+            _require_cache(specs, what)
+        traced[name] = TracedModel(
+            model=graph,
+            reference=graph.clone(),
+            kind="huggingface",
+            source_name=folder.name,
+            source_hash=source_hash,
+            inputs=specs[0],
+            outputs=specs[1],
+            companions=find_companions(folder),
+            max_length=task.limit if any("length" in spec.shape for spec in specs[0]) else None,
+            sample_inputs=task.sample.inputs,
+            sample_outputs={
+                value.name: sampled[value.name]
+                for value in graph.graph.outputs
+                if value.name in sampled
+            },
+        )
+    return traced
+
+
+def _require_cache(specs: tuple[Sequence[InputSpec], Sequence[OutputSpec]], what: str) -> None:
+    """Every past is extended by the new tokens, and nothing else is done with it on the way."""
+    pasts = {spec.name for spec in specs[0] if PAST in spec.shape}
+    lost = sorted(pasts - {spec.past for spec in specs[1]})
+    if lost:
+        raise UnsupportedModelError(
+            f"{what}: {lost[0]!r} does not come back with the new tokens behind it, so the cache "
+            "of this model cannot be carried from call to call. Convert it without --cache."
+        )
 
 
 def source_files(folder: Path, checkpoint: Mapping[str, StoredTensor]) -> dict[str, Path]:

@@ -46,6 +46,7 @@ from subquad.kernels.host.gpu_build import build_gpu_kernels, parse_target
 from subquad.kernels.kernel import CPU_TEMPLATES
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TunedParameters, TuningOptions
 from subquad.passes.canonicalise import canonicalise
+from subquad.passes.carry_state import StateCarrier
 from subquad.passes.lower import LoweredSite, lower_sites
 from subquad.passes.methods import method_text
 from subquad.passes.plan import Assignment, Request, make_plan
@@ -66,8 +67,10 @@ from subquad.runtime.manifest import (
     MANIFEST_NAME,
     MODEL_NAME,
     REFERENCE_NAME,
+    InputSpec,
     KernelLibrary,
     Manifest,
+    OutputSpec,
     SiteRecord,
 )
 
@@ -214,14 +217,16 @@ class Selection:
         return assignments
 
 
-def inspect_source(source: Source, *, progress: Progress | None = None) -> InspectionReport:
+def inspect_source(
+    source: Source, *, cache: bool = False, progress: Progress | None = None
+) -> InspectionReport:
     """Trace ``source`` and report every attention, proved or declined, without writing.
 
     Raises:
         UsageError, UnsupportedModelError: as ``trace``.
     """
     clock = StageClock(progress)
-    traced, raised = _raised(source, clock)
+    traced, raised = _raised(source, clock, cache=cache)
     return InspectionReport(
         source=_source(traced),
         sites=tuple(asdict(_site_record(a)) for a in make_plan(raised.sites, ())),
@@ -246,6 +251,7 @@ def convert(
     kernels: KernelKind = "none",
     require_kernels: bool = False,
     targets: Sequence[str] = (),
+    cache: bool = False,
     templates: Mapping[str, str] = CPU_TEMPLATES,
     tuning: TuningOptions = DEFAULT_TUNING,
     progress: Progress | None = None,
@@ -269,6 +275,8 @@ def convert(
         require_kernels: an attention without a kernel is an error, for every target; implies
             ``kernels="cpu"`` where there are no targets.
         targets: GPUs to compile kernels for beside the graph, e.g. ``cuda:sm_90``; no GPU needed.
+        cache: a decoder takes and returns what earlier tokens left, for generation; see
+            ``docs/decoding.md``.
         templates: operator -> ``module:attribute`` of the template of its kernels.
         tuning: which records the parameters of the kernels come from.
         progress: called with each stage's name.
@@ -287,9 +295,30 @@ def convert(
         force, sites, plan, strict_causal=strict_causal, allow_declined=allow_declined
     )
     needed = parse_required(require_sites)
+    if cache and _is_encoder_decoder(source):
+        from subquad.converter.pair import convert_pair
+
+        if force or plan is not None or allow_declined:
+            raise UsageError(
+                "an encoder-decoder with a cache stays exact so far; drop --force and --plan, or "
+                "convert it without --cache"
+            )
+        return convert_pair(
+            Path(str(source)),
+            output,
+            overwrite=overwrite,
+            needed=needed,
+            progress=progress,
+            seed=seed,
+            kernels=kernels,
+            require_kernels=require_kernels,
+            gpus=gpus,
+            templates=templates,
+            tuning=tuning,
+        )
     clock = StageClock(progress)
     with atomic_directory(output, overwrite=overwrite) as folder:
-        traced, raised = _raised(source, clock)
+        traced, raised = _raised(source, clock, cache=cache)
         require_raised(raised, needed)
         with clock.stage("plan"):
             assignments = selection.assignments(raised, traced.source_hash)
@@ -348,8 +377,11 @@ def write_artifact(
         UnsupportedModelError: the written artifact fails its check.
         TargetUnavailableError: kernels are required, and one cannot be built.
     """
+    cached = any(assignment.site.cache is not None for assignment in plan)
+    carrier = StateCarrier(traced.model) if cached else None
     with clock.stage("replace"):
-        variants = replace_sites(traced.model, plan)
+        variants = replace_sites(traced.model, plan, carrier)
+    inputs, outputs = _carried_signature(traced, carrier)
     repaired: Mapping[str, Any] = {}
     if repair is not None:
         with clock.stage("repair"):
@@ -377,6 +409,7 @@ def write_artifact(
             site,
             _describe(of_site, built, parameters),
             gpu_records(of_site, gpu_builds),
+            "" if carrier is None else carrier.keeps.get(assignment.site.name, ""),
         )
         for assignment, site, of_site in zip(plan, lowered, variants, strict=True)
     )
@@ -388,8 +421,9 @@ def write_artifact(
             source=_source(traced),
             versions=_versions(),
             seed=seed,
-            inputs=traced.inputs,
-            outputs=traced.outputs,
+            inputs=inputs,
+            outputs=outputs,
+            reference_inputs=() if inputs == traced.inputs else traced.inputs,
             sites=records,
             rejections=_rejections(raised.rejections),
             max_length=traced.max_length,
@@ -420,13 +454,27 @@ def write_artifact(
     return report
 
 
-def _raised(source: Source, clock: StageClock) -> tuple[TracedModel, RaisedSites]:
+def _raised(
+    source: Source, clock: StageClock, *, cache: bool = False
+) -> tuple[TracedModel, RaisedSites]:
     with clock.stage("trace"):
-        traced = trace(source)
+        traced = trace(source, cache=cache)
+    return traced, raise_traced(traced, clock)
+
+
+def raise_traced(traced: TracedModel, clock: StageClock) -> RaisedSites:
+    """Raise what can be proved; modifies the model."""
     with clock.stage("raise"):
         canonicalise(traced.model)
-        raised = raise_attention(traced.model)
-    return traced, raised
+        return raise_attention(traced.model)
+
+
+def _is_encoder_decoder(source: Source) -> bool:
+    if not isinstance(source, (str, Path)) or not Path(source).is_dir():
+        return False
+    from subquad.converter.huggingface import is_encoder_decoder
+
+    return is_encoder_decoder(Path(source))
 
 
 def parse_required(required: str | None) -> int | None:
@@ -537,6 +585,7 @@ def _site_record(
     lowered: LoweredSite | None = None,
     variants: tuple[dict[str, Any], ...] = (),
     gpu_kernels: Mapping[str, str] | None = None,
+    keeps: str = "",
 ) -> SiteRecord:
     reasons = [] if assignment.declined is None else [assignment.declined.reason]
     if lowered is not None and lowered.reason:
@@ -553,6 +602,27 @@ def _site_record(
         piece_granularity=assignment.method.piece_granularity(assignment.params),
         variants=variants,
         gpu_kernels=dict(gpu_kernels or {}),
+        keeps=keeps,
+    )
+
+
+def _carried_signature(
+    traced: TracedModel, carrier: StateCarrier | None
+) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
+    """Inputs and outputs of the model, in its order, after sites got states for their pasts."""
+    carried = [] if carrier is None else carrier.carried
+    if not carried:
+        return traced.inputs, traced.outputs
+    removed = {name for state in carried for name in state.removed}
+    inputs = {spec.name: spec for spec in traced.inputs if spec.name not in removed}
+    outputs = {spec.name: spec for spec in traced.outputs if spec.name not in removed}
+    for state in carried:
+        inputs |= {spec.name: spec for spec in state.inputs}
+        outputs |= {spec.name: spec for spec in state.outputs}
+    graph = traced.model.graph
+    return (
+        tuple(inputs[str(value.name)] for value in graph.inputs if value.name in inputs),
+        tuple(outputs[str(value.name)] for value in graph.outputs),
     )
 
 

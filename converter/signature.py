@@ -19,7 +19,9 @@ _MASK_NAMES = ("mask",)
 def describe_signature(graph: ir.Graph) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
     """Specs of all inputs and outputs of ``graph``.
 
-    Roles: an integer input that indexes rows of a weight table (``Gather`` on axis 0) is
+    Roles: a float input that a ``Concat`` extends to an output of the graph is ``past``, and that
+    output carries it on. An integer input that indexes rows of a weight table (``Gather`` on
+    axis 0) is
     ``token_ids`` for the largest such table and ``ids`` for the others; both get ``high``. Any
     other ``[batch, length]`` integer or bool input is a ``padding_mask``, as is a float one whose
     name says so. The rest are ``values``.
@@ -29,15 +31,19 @@ def describe_signature(graph: ir.Graph) -> tuple[tuple[InputSpec, ...], tuple[Ou
     """
     inputs = [value for value in graph.inputs if not value.is_initializer()]
     rows = {value.name or "": _rows_indexed(value) for value in inputs}
-    tables = [count for count in rows.values() if count is not None]
-    vocabulary = max(tables, default=None)
-    token_input = next((name for name, count in rows.items() if count == vocabulary), None)
+    # A table of positions may have more rows than the vocabulary.
+    tables = {name: n for name, n in rows.items() if n is not None and "position" not in name}
+    vocabulary = max(tables.values(), default=None)
+    token_input = next((name for name, count in tables.items() if count == vocabulary), None)
+    carried = {value: output for value in inputs if (output := _extended_to(value)) is not None}
     specs = []
     for value in inputs:
         name = value.name or ""
         dtype, shape = _dtype(value, "input"), _shape(value, "input")
         role: InputRole
-        if rows[name] is not None:
+        if value in carried:
+            role = "past"
+        elif rows[name] is not None:
             role = "token_ids" if name == token_input else "ids"
         elif _may_be_padding_mask(value, shape):
             role = "padding_mask"
@@ -46,12 +52,29 @@ def describe_signature(graph: ir.Graph) -> tuple[tuple[InputSpec, ...], tuple[Ou
         else:
             role = "values"
         specs.append(InputSpec(name, dtype, shape, role, rows[name]))
+    taken_by = {output: value.name or "" for value, output in carried.items()}
     outputs = []
     for value in graph.outputs:
         shape = _shape(value, "output")
         is_logits = vocabulary is not None and len(shape) >= 2 and shape[-1] == vocabulary
-        outputs.append(OutputSpec(value.name or "", _dtype(value, "output"), shape, is_logits))
+        outputs.append(
+            OutputSpec(
+                value.name or "", _dtype(value, "output"), shape, is_logits, taken_by.get(value, "")
+            )
+        )
     return tuple(specs), tuple(outputs)
+
+
+def _extended_to(value: ir.Value) -> ir.Value | None:
+    """The output of the graph that is ``value`` with new entries behind its own."""
+    if value.dtype != ir.DataType.FLOAT or value.shape is None or len(value.shape) != 4:
+        return None
+    for node, position in value.uses():
+        if node.op_type == "Concat" and node.domain == "" and position == 0:
+            output = node.outputs[0]
+            if output.is_graph_output():
+                return output
+    return None
 
 
 def _rows_indexed(value: ir.Value) -> int | None:
@@ -103,7 +126,7 @@ def _same_indices(value: ir.Value) -> Iterable[ir.Value]:
 
 
 def _may_be_padding_mask(value: ir.Value, shape: tuple[int | str, ...]) -> bool:
-    if len(shape) != 2 or not value.uses():
+    if len(shape) != 2 or not value.uses() or "position" in (value.name or ""):
         return False
     if value.dtype in {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}:
         return all(isinstance(dim, str) for dim in shape) or "mask" in (value.name or "").lower()

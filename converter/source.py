@@ -17,17 +17,27 @@ if TYPE_CHECKING:
 _WEIGHT_FILES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
 
 
-def trace(source: str | Path | torch.nn.Module | ModuleSource) -> TracedModel:
+def trace(
+    source: str | Path | torch.nn.Module | ModuleSource, *, cache: bool = False
+) -> TracedModel:
     """Read or trace ``source``.
 
     Args:
         source: a Hugging Face folder, an ``.onnx`` file, ``"package.module:factory"``
             or ``"file.py:factory"``, an ``nn.Module`` or a ``ModuleSource``.
+        cache: a decoder takes and returns the keys and values of earlier tokens; for Hugging Face
+            folders.
 
     Raises:
-        UsageError: no such source, or example inputs are missing.
+        UsageError: no such source, example inputs are missing, or a cache of another source.
         UnsupportedModelError: it cannot be read or traced; the message says why.
     """
+    if cache and not (isinstance(source, (str, Path)) and Path(source).is_dir()):
+        what = source if isinstance(source, (str, Path)) else type(source).__name__
+        raise UsageError(
+            f"--cache needs a Hugging Face folder, got {what}. An .onnx file or a module has a "
+            "cache if its own inputs and outputs are one."
+        )
     if not isinstance(source, (str, Path)):
         from subquad.converter.module import trace_module
 
@@ -36,7 +46,7 @@ def trace(source: str | Path | torch.nn.Module | ModuleSource) -> TracedModel:
     if path.is_dir():
         from subquad.converter.huggingface import trace_huggingface
 
-        return trace_huggingface(path)
+        return trace_huggingface(path, cache=cache)
     if path.suffix.lower() in _WEIGHT_FILES and path.is_file():
         raise UsageError(
             f"{path} holds weights only. Pass the folder with its config.json; pickled weights "

@@ -51,14 +51,16 @@ class SourceSample:
         return dict(zip(names, self.outputs, strict=True))
 
 
-def run_source(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> SourceSample:
-    """Run ``module`` once."""
+def run_source(
+    module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], bundle: str = ""
+) -> SourceSample:
+    """Run ``module`` once; with ``bundle``, its one argument of this name takes all inputs."""
     import torch
     import torch.utils._pytree as pytree
 
     given = {name: _copy(tensor) for name, tensor in inputs.items()}
     with quiet(), torch.no_grad():
-        result = module(**inputs)
+        result = module(**({bundle: dict(inputs)} if bundle else inputs))
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return SourceSample(given, tuple(_copy(leaf) for leaf in leaves))
 

@@ -45,6 +45,7 @@ def export_module(
     *,
     find_weight: Callable[[str, int], ir.TensorProtocol | None] = lambda name, address: None,
     what: str,
+    bundle: str = "",
 ) -> ir.Model:
     """Trace ``module`` and name every dynamic dimension.
 
@@ -54,6 +55,8 @@ def export_module(
         dynamic_axes: per input, axis -> dimension name; equal names are one dimension.
         find_weight: ``(name, data_ptr) -> lazy tensor``, or None to keep the tensor from memory.
         what: how error messages call the source.
+        bundle: ``forward`` takes all inputs as one dict, under this name; dimension names may be
+            sums then.
 
     Returns:
         Opset-24 model; weight transposes folded lazily, small constants folded.
@@ -64,8 +67,10 @@ def export_module(
     import torch
 
     with quiet(), torch.no_grad():
-        program = _export(module, inputs, dynamic_axes, what)
+        program = _export(module, inputs, dynamic_axes, what, bundle)
         model = _to_onnx(program, what)
+    if bundle:
+        _name_inputs(model, inputs)
     _use_stored_weights(model, find_weight)
     _name_outputs(model, program)
     _name_dimensions(model, dynamic_axes, what)
@@ -89,28 +94,34 @@ def _export(
     inputs: Mapping[str, torch.Tensor],
     dynamic_axes: Mapping[str, Mapping[int, str]],
     what: str,
+    bundle: str,
 ) -> ExportedProgram:
     import torch
     from torch._dynamo.exc import UserError
     from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
     from torch.fx.experimental import _config as shape_config
 
-    dims = {
-        name: torch.export.Dim(name) for axes in dynamic_axes.values() for name in axes.values()
-    }
-    shapes: Any = {
-        name: {axis: dims[dim] for axis, dim in dynamic_axes.get(name, {}).items()}
-        for name in inputs
-    }
     dynamic = {
         name: {axis: torch.export.Dim.DYNAMIC for axis in dynamic_axes.get(name, {})}
         for name in inputs
     }
+    # A sum of dimensions has no name there: which are equal is found while tracing.
+    shapes: Any = dynamic
+    if not bundle:
+        dims = {
+            name: torch.export.Dim(name) for axes in dynamic_axes.values() for name in axes.values()
+        }
+        shapes = {
+            name: {axis: dims[dim] for axis, dim in dynamic_axes.get(name, {}).items()}
+            for name in inputs
+        }
 
     def run(spec: Any) -> ExportedProgram:
         # backed_size_oblivious: sizes 0 and 1 are not special, so the graph serves batch 1 too.
         with shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            return torch.export.export(module, (), dict(inputs), dynamic_shapes=spec, strict=False)
+            given, spec = dict(inputs), {bundle: spec} if bundle else spec
+            arguments: dict[str, Any] = {bundle: given} if bundle else given
+            return torch.export.export(module, (), arguments, dynamic_shapes=spec, strict=False)
 
     failures: list[BaseException] = []
     for attempt in range(3):
@@ -224,6 +235,24 @@ def _use_stored_weights(
             value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
 
 
+def _name_inputs(model: ir.Model, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Name inputs after the keys of the dict that ``forward`` takes."""
+    import torch.utils._pytree as pytree
+
+    wanted = pytree.tree_leaves({name: name for name in inputs})
+    assert len(wanted) == len(model.graph.inputs)
+    for value, name in zip(model.graph.inputs, wanted, strict=True):
+        _free_name(model, name, value)
+        value.name = name
+
+
+def _free_name(model: ir.Model, wanted: str, but: ir.Value) -> None:
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if value.name == wanted and value is not but:
+                value.name = f"{wanted}_inner"
+
+
 def _name_outputs(model: ir.Model, program: ExportedProgram) -> None:
     """Name outputs after the keys of the module's result (``logits``, ``last_hidden_state``)."""
     import torch.utils._pytree as pytree
@@ -264,10 +293,7 @@ def _name_outputs(model: ir.Model, program: ExportedProgram) -> None:
             continue
         renamed.add(id(value))
         if wanted in taken:
-            for node in model.graph.all_nodes():
-                for other in node.outputs:
-                    if other.name == wanted and other is not value:
-                        other.name = f"{wanted}_inner"
+            _free_name(model, wanted, value)
         value.name = wanted
 
 
@@ -287,6 +313,9 @@ def _name_dimensions(
             if dim is not None and dim.value is not None:
                 symbols.setdefault(dim.value, name)
     rename_dimensions(model, symbols)
+    # A sum may be written in either order.
+    sums = [n for axes in dynamic_axes.values() for n in axes.values() if " + " in n]
+    rename_dimensions(model, {" + ".join(reversed(name.split(" + "))): name for name in sums})
 
 
 def rename_dimensions(model: ir.Model, symbols: Mapping[str, str]) -> None:

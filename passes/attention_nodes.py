@@ -136,14 +136,21 @@ class NodeBuilder:
         key: ir.Value,
         key_mask: ir.Value | None,
         alignment: Literal["start", "end"],
+        *,
+        counted_by_mask: bool = False,
     ) -> tuple[ir.Value, ir.Value]:
         """Real-token positions of queries and keys, ``[batch, length]`` int64.
+
+        With ``counted_by_mask`` the number of keys is that of the columns of ``key_mask``.
 
         Position 0 is the first real slot of a batch row, so sinks and windows are cut on tokens
         and a row padded in front gives the results of the same row without padding.
         """
         int64 = ir.DataType.INT64
-        kv_len = self.op("Shape", key, dtype=int64, start=2, end=3)
+        if counted_by_mask and key_mask is not None:
+            kv_len = self.op("Shape", key_mask, dtype=int64, start=1, end=2)
+        else:
+            kv_len = self.op("Shape", key, dtype=int64, start=2, end=3)
         query_len = self.op("Shape", query, dtype=int64, start=2, end=3)
         if key_mask is not None:
             as_int = self.op("Cast", key_mask, dtype=ir.DataType.INT32, to=int(ir.DataType.INT32))

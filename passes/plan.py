@@ -109,10 +109,17 @@ def make_plan(sites: Sequence[AttentionSite], requests: Sequence[Request]) -> li
 
 
 def declined_by(method: Method[Any], site: AttentionSite, params: Any) -> Rejection | None:
-    """Why a method cannot have this site: its own reason, or a bias that only dense adds."""
+    """Why a method cannot have this site: its own reason, a bias that only dense adds, or single
+    steps that would not be what a whole prefill is."""
     if method.name != DENSE and site.adds_to_scores:
         return Rejection(
             f"scores have more than a mask ({site.describe()}): only exact attention keeps it",
+            where=site.name,
+        )
+    if site.cache is not None and method.piece_granularity(params) != 1:
+        return Rejection(
+            "the site is decoded step by step, and pieces of a sequence give this method other "
+            "results than the whole",
             where=site.name,
         )
     return method.supports(site, params)

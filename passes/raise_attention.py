@@ -24,6 +24,7 @@ from subquad.passes.attention_nodes import (
 )
 from subquad.passes.recognise.affine import ZERO, OpaqueError
 from subquad.passes.recognise.bias import Separated, joint_axes, separate
+from subquad.passes.recognise.cache import cache_of
 from subquad.passes.recognise.candidates import Candidate, node_label
 from subquad.passes.recognise.find import add_twins, find_candidates
 from subquad.passes.recognise.mask import DerivedMask, ScoreShape
@@ -37,7 +38,7 @@ from subquad.passes.recognise.probe import (
     probe_masks,
     probe_node,
 )
-from subquad.passes.recognise.site import AttentionSite, Proof
+from subquad.passes.recognise.site import AttentionSite, Proof, SiteCache
 from subquad.passes.recognise.softmax import fold_softmax
 from subquad.passes.recognise.spelled_out import Twin
 from subquad.passes.recognise.subgraph import Piece
@@ -83,6 +84,7 @@ class _Proved:
     derived: DerivedMask
     variant: AttentionVariant
     proof: Proof
+    cache: SiteCache | None
 
 
 class _Raiser:
@@ -153,7 +155,11 @@ class _Raiser:
         proof = Proof(
             derived.derivation, mask_probes, probes.count, probes.max_error, probes.empty_rows
         )
-        return _Proved(candidate, shape, derived, variant, proof)
+        cache = None
+        # Queries at the first keys do not follow the past.
+        if derived.predicate.alignment == "end":
+            cache = cache_of(candidate.key, candidate.value, shape.query_len, self._interpreter)
+        return _Proved(candidate, shape, derived, variant, proof, cache)
 
     def _prove_mask(self, candidate: Candidate, shape: ScoreShape) -> tuple[Separated, int]:
         beside_sinks = candidate.sinks is not None
@@ -294,7 +300,7 @@ class _Raiser:
             scale=candidate.scale,
             softcap=candidate.softcap,
             mask=proved.derived.predicate,
-            is_self=proved.shape.query_len == proved.shape.kv_len,
+            is_self=proved.shape.query_len == proved.shape.kv_len or proved.cache is not None,
             source_output=source_output,
             output=source_output,
             proof=proved.proof,
@@ -302,6 +308,7 @@ class _Raiser:
             alibi=proved.variant.alibi,
             slopes=() if candidate.alibi is None else candidate.alibi.slopes,
             has_sinks=candidate.sinks is not None,
+            cache=proved.cache,
         )
 
     def _replace(self, proved: _Proved, name: str) -> None:
@@ -345,7 +352,14 @@ class _Raiser:
         if padding is not None and shared.key_mask is None:
             shared = replace(shared, key_mask=_key_mask(builder, padding, derived))
         if needs_positions(proved.variant) and shared.query_positions is None:
-            positions = builder.positions(query, key, shared.key_mask, derived.predicate.alignment)
+            positions = builder.positions(
+                query,
+                key,
+                shared.key_mask,
+                derived.predicate.alignment,
+                # A cache may come to keep less than all keys.
+                counted_by_mask=proved.cache is not None,
+            )
             shared = SharedInputs(shared.key_mask, *positions)
         self._shared[cache_key] = shared
         candidate = proved.candidate

@@ -22,6 +22,7 @@ from subquad.runtime.manifest import (
     Manifest,
     file_record,
 )
+from subquad.runtime.past import PAST, empty_past, rows_of
 from subquad.runtime.session import onnxruntime, open_session, provider_name, run_session
 
 
@@ -78,6 +79,11 @@ class Artifact:
         self.execution = execution
         self._session = session
 
+    @property
+    def session(self) -> Any:
+        """ONNX Runtime's session, for callers that keep values inside of it."""
+        return self._session
+
     def run(
         self,
         inputs: Mapping[str, NDArray[Any]],
@@ -86,7 +92,8 @@ class Artifact:
         """Run the model once.
 
         Args:
-            inputs: one array for every input of ``manifest.inputs``.
+            inputs: one array for every input of ``manifest.inputs``; those of the role ``past``
+                may be left out, all together: then no tokens came before.
             outputs: names of the wanted outputs; all by default.
 
         Raises:
@@ -218,6 +225,8 @@ def check_inputs(
         UsageError: says which input is wrong, what was expected, and what came.
     """
     names = [spec.name for spec in specs]
+    if not any(spec.role == "past" and spec.name in inputs for spec in specs):
+        inputs = {**empty_past(specs, rows_of(inputs)), **inputs}
     missing = [name for name in names if name not in inputs]
     unknown = [name for name in inputs if name not in names]
     if missing or unknown:
@@ -227,6 +236,7 @@ def check_inputs(
     dims: dict[str, tuple[int, str]] = {}
     for spec in specs:
         _check_array(spec, inputs[spec.name], dims)
+    _check_sums(dims)
     for spec in specs:
         _check_values(spec, inputs[spec.name])
     return {name: np.ascontiguousarray(inputs[name]) for name in names}
@@ -248,7 +258,7 @@ def _check_array(spec: InputSpec, array: object, dims: dict[str, tuple[int, str]
     for axis, (dim, size) in enumerate(zip(spec.shape, array.shape, strict=True)):
         if isinstance(dim, int) and size != dim:
             raise UsageError(f"{wanted}, got {got}: axis {axis} must be {dim}.")
-        if size == 0:
+        if size == 0 and dim != PAST:
             raise UsageError(f"{wanted}, got {got}: axis {axis} ({dim}) is empty.")
         if isinstance(dim, str):
             first, owner = dims.setdefault(dim, (size, spec.name))
@@ -256,8 +266,21 @@ def _check_array(spec: InputSpec, array: object, dims: dict[str, tuple[int, str]
                 raise UsageError(f"{wanted}, got {got}: {dim} is {first} in input {owner!r}.")
 
 
+def _check_sums(dims: Mapping[str, tuple[int, str]]) -> None:
+    """Dimensions that are sums of others."""
+    for dim, (size, owner) in dims.items():
+        parts = dim.split(" + ")
+        if len(parts) > 1 and all(part in dims for part in parts):
+            wanted = sum(dims[part][0] for part in parts)
+            if size != wanted:
+                raise UsageError(
+                    f"Input {owner!r}: {dim} must be {wanted}, got {size}. It counts tokens of "
+                    "earlier calls and of this one."
+                )
+
+
 def _check_values(spec: InputSpec, array: NDArray[Any]) -> None:
-    if spec.role == "values":
+    if spec.role in ("values", "past"):
         return
     if spec.role == "padding_mask":
         if not np.isin(array, (0, 1)).all():

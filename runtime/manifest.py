@@ -17,7 +17,7 @@ MODEL_NAME = "model.onnx"
 REFERENCE_NAME = "reference.onnx"
 DATA_NAME = "model.onnx.data"
 
-InputRole = Literal["token_ids", "padding_mask", "ids", "values"]
+InputRole = Literal["token_ids", "padding_mask", "ids", "values", "past"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class InputSpec:
         dtype: NumPy dtype name, e.g. ``int64``.
         shape: fixed sizes, or names of dynamic dimensions (``"batch"``, ``"length"``).
         role: ``token_ids`` (vocabulary indices), ``padding_mask`` (0/1, 1 = real token), ``ids``
-            (other small indices such as segment ids), ``values`` (floats: pixels, audio).
+            (other small indices such as segment ids), ``values`` (floats: pixels, audio), ``past``
+            (what an earlier call returned; see ``runtime/past.py``).
         high: exclusive upper bound of valid indices, where known.
     """
 
@@ -42,12 +43,18 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One graph output. ``is_logits``: last axis scores the vocabulary of the ``token_ids``."""
+    """One graph output.
+
+    Attributes:
+        is_logits: the last axis scores the vocabulary of the ``token_ids``.
+        past: name of the input that takes it in the next call, "" = none.
+    """
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
     is_logits: bool = False
+    past: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class SiteRecord:
             {…}, "note": …}}}``: all static choices, and where its kernel's parameters come from.
         gpu_kernels: GPU target -> template of the kernel for it, or ``no kernel: `` and the reason;
             they are beside the graph, see ``runtime/gpu_kernels.py``.
+        keeps: what is kept of earlier tokens for the next call, and why no less; "" where every
+            call has all tokens.
     """
 
     site: dict[str, Any]
@@ -84,6 +93,7 @@ class SiteRecord:
     piece_granularity: int = 1
     variants: tuple[dict[str, Any], ...] = ()
     gpu_kernels: dict[str, str] = field(default_factory=dict)
+    keeps: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,7 @@ class Manifest:
         files: relative POSIX path -> ``file_record``, for every file but the manifest itself.
         max_length: longest sequence the source accepts, where known.
         kernels: libraries with the kernels of the sites; each has all of them.
+        reference_inputs: of ``reference.onnx``, where they are others than ``inputs``.
     """
 
     source: dict[str, Any]
@@ -124,6 +135,7 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
     max_length: int | None = None
     kernels: tuple[KernelLibrary, ...] = ()
+    reference_inputs: tuple[InputSpec, ...] = ()
 
     def dump(self, path: Path) -> None:
         """Write as stable, sorted JSON."""
@@ -198,6 +210,10 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         kernels=tuple(
             _parse_library(item) for item in _expect(raw.get("kernels", []), list, "kernels")
         ),
+        reference_inputs=tuple(
+            _parse_input(item)
+            for item in _expect(raw.get("reference_inputs", []), list, "reference_inputs")
+        ),
     )
 
 
@@ -214,6 +230,7 @@ def _parse_input(item: object) -> InputSpec:
 def _parse_output(item: object) -> OutputSpec:
     fields = _signature_fields(item, "outputs")
     _expect(fields.get("is_logits", False), bool, f"outputs[{fields['name']!r}].is_logits")
+    _expect(fields.get("past", ""), str, f"outputs[{fields['name']!r}].past")
     return OutputSpec(**fields)
 
 
@@ -237,7 +254,7 @@ def _parse_site(item: object) -> SiteRecord:
         _expect(site["mask"][key], kind, f"sites[].site.mask.{key}")
     for key in ("method", "operator"):
         _expect(fields[key], str, f"sites[].{key}")
-    for key in ("kernel", "reason"):
+    for key in ("kernel", "reason", "keeps"):
         _expect(fields.get(key, ""), str, f"sites[].{key}")
     _expect(fields["params"], dict, "sites[].params")
     prepared = _expect(fields.get("prepared", []), list, "sites[].prepared")

@@ -12,6 +12,8 @@ hold a converted model to the mask it claims, whatever its method approximates.
 Where sites declare a causal granularity, ``future`` keeps what stands before the block of positions
 that holds ``t``.
 
+Of models with a cache, ``pieces`` is tested besides; see ``piecewise``.
+
 A change that the reference shows as well is the source model's own doing (a pooler that reads a
 padded slot, positions computed from token values) and is counted, not held against the artifact.
 """
@@ -32,7 +34,7 @@ from subquad.runtime.samples import Batch, Layout, random_ids
 
 Values = Mapping[str, NDArray[Any]]
 Runner = Callable[[Values], Values]
-Relation = Literal["padding", "future", "batch"]
+Relation = Literal["padding", "future", "batch", "pieces"]
 
 # A model may exceed the reference's own change by this factor before it is called a leak.
 _SLACK = 10.0
@@ -127,6 +129,8 @@ def output_changes(
     """How much each output moved where it must not; outputs that did not are left out."""
     moved = {}
     for spec in manifest.outputs:
+        if spec.name not in before:
+            continue
         found = length_axis(spec.shape, before[spec.name], change.keep)
         if found is not None:
             axis, mask = found

@@ -144,6 +144,8 @@ def _token_spec(manifest: Manifest) -> InputSpec:
 def _logits(manifest: Manifest, run: Run, ids: NDArray[Any]) -> NDArray[Any]:
     feeds: dict[str, NDArray[Any]] = {}
     for spec in manifest.inputs:
+        if spec.role == "past":
+            continue  # empty
         if spec.role == "token_ids":
             feeds[spec.name] = ids
         elif spec.role == "padding_mask":

@@ -165,7 +165,7 @@ def text_feeds(
         )
     mask = np.array([[slot < len(ids) for slot in range(length)] for ids in tokens])
     filled = np.array([ids + [0] * (length - len(ids)) for ids in tokens])
-    return {spec.name: _text_input(spec, filled, mask) for spec in manifest.inputs}
+    return {spec.name: _text_input(spec, filled, mask) for spec in layout.specs}
 
 
 def write_npz(path: Path, arrays: Values) -> None:
@@ -225,6 +225,8 @@ def _text_summaries(
     for row, text in enumerate(texts):
         own = {dim: mask[row : row + 1] for dim, mask in real.items()}
         for spec in manifest.outputs:
+            if spec.past:
+                continue  # of use to the next call only
             array = values[spec.name][row : row + 1]
             found = length_axis(spec.shape, array, own)
             # The values of the real tokens only: [tokens, everything else].

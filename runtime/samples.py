@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from subquad.runtime.artifact import check_inputs
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import InputSpec, Manifest
+from subquad.runtime.past import at_start, empty_past
 from subquad.runtime.text import Tokenizer
 
 PADDINGS = ("none", "right", "left", "holes")
@@ -28,9 +29,10 @@ _UNKNOWN_VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of the dynamic dimensions of the inputs.
+    """Names of the dynamic dimensions of the inputs, where no tokens came before.
 
     Attributes:
+        specs: the inputs, those that carry what came before left out.
         batch: first dimension of the inputs, ``None`` if it is fixed.
         lengths: the others, in order of appearance; the first one is *the* length.
         masks: name of a length dimension -> its padding mask input.
@@ -39,27 +41,32 @@ class Layout:
     batch: str | None
     lengths: tuple[str, ...]
     masks: Mapping[str, str]
-    _specs: tuple[InputSpec, ...] = field(repr=False)
+    specs: tuple[InputSpec, ...] = field(repr=False)
 
     @staticmethod
     def of(manifest: Manifest) -> Layout:
-        names = [dim for spec in manifest.inputs for dim in spec.shape if isinstance(dim, str)]
-        first = [spec.shape[0] for spec in manifest.inputs if spec.shape]
+        inputs = tuple(
+            replace(spec, shape=tuple(map(at_start, spec.shape)))
+            for spec in manifest.inputs
+            if spec.role != "past"
+        )
+        names = [dim for spec in inputs for dim in spec.shape if isinstance(dim, str)]
+        first = [spec.shape[0] for spec in inputs if spec.shape]
         batch = next((dim for dim in first if isinstance(dim, str)), None)
         lengths = tuple(dict.fromkeys(name for name in names if name != batch))
         masks = {
             str(spec.shape[1]): spec.name
-            for spec in manifest.inputs
+            for spec in inputs
             if spec.role == "padding_mask"
             and len(spec.shape) == 2
             and spec.shape[1] in lengths
             and (isinstance(spec.shape[0], int) or spec.shape[0] == batch)
         }
-        return Layout(batch, lengths, masks, manifest.inputs)
+        return Layout(batch, lengths, masks, inputs)
 
     def token_shape(self, dim: str, feeds: Mapping[str, NDArray[Any]]) -> tuple[int, int] | None:
         """``(batch, length)`` of the first input whose second dimension is ``dim``."""
-        for spec in self._specs:
+        for spec in self.specs:
             if len(spec.shape) >= 2 and spec.shape[1] == dim:
                 rows, length = feeds[spec.name].shape[:2]
                 return rows, length
@@ -221,11 +228,11 @@ class LatticeSamples:
             for dim in self._layout.masks
         }
         feeds = {}
-        for spec in self._manifest.inputs:
+        for spec in self._layout.specs:
             shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
             mask = next((masks[dim] for dim in spec.shape if dim in masks), None)
             feeds[spec.name] = self._values(spec, shape, mask, first, rng)
-        return feeds
+        return empty_past(self._manifest.inputs, count) | feeds
 
     def _values(
         self,
@@ -296,7 +303,7 @@ class ArraySamples:
 
     def batches(self, case: Case) -> Iterator[Batch]:
         for first, count in case.parts:
-            feeds = {}
+            feeds: dict[str, NDArray[Any]] = {}
             for spec in self._manifest.inputs:
                 array = self._arrays[spec.name]
                 if self._layout.batch is not None and spec.shape[:1] == (self._layout.batch,):
@@ -305,7 +312,7 @@ class ArraySamples:
             yield Batch(case.length, case.padding, feeds)
 
     def _size(self, dims: Sequence[str]) -> int:
-        for spec in self._manifest.inputs:
+        for spec in self._layout.specs:
             for dim, size in zip(spec.shape, self._arrays[spec.name].shape, strict=True):
                 if dim in dims:
                     return int(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,16 +162,25 @@ def run_session(session: Any, feeds: Feeds, names: Sequence[str]) -> list[NDArra
     Python delivers signals to the main thread only, and only outside of C++. So the main thread
     waits while another runs the session, and tells it to stop.
     """
+    return _interruptible(session.run, list(names), dict(feeds))
+
+
+def run_ort_values(session: Any, feeds: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    """The same with ``OrtValue`` objects, which are not copied."""
+    return _interruptible(session.run_with_ort_values, list(names), dict(feeds))
+
+
+def _interruptible(run: Callable[..., Any], names: list[str], feeds: dict[str, Any]) -> list[Any]:
     ort = onnxruntime()
     if threading.current_thread() is not threading.main_thread():
         with translated_errors("ONNX Runtime failed"):
-            return list(session.run(list(names), dict(feeds)))
+            return list(run(names, feeds))
     options = ort.RunOptions()
     options.log_severity_level = 4
     with ThreadPoolExecutor(1, "subquad-run") as executor:
         try:
             # Inside: an interrupt may come before `submit` has returned.
-            future = executor.submit(session.run, list(names), dict(feeds), options)
+            future = executor.submit(run, names, feeds, options)
             # In short waits: where another library has made interrupted system calls restart
             # (SA_RESTART), Python sees the interrupt only when a wait ends.
             while not future.done():

@@ -20,6 +20,7 @@ from subquad.runtime.kernel_library import KernelMode, choose_kernels
 from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME, Manifest, SiteRecord
 from subquad.runtime.metamorphic import Change, length_axis, real_tokens, select
 from subquad.runtime.metrics import Difference, relative_change
+from subquad.runtime.past import with_past
 from subquad.runtime.samples import Batch, Case, Layout, Samples
 from subquad.runtime.session import QUIET_THREADS, open_session, run_session
 
@@ -188,6 +189,8 @@ class SiteComparison:
     def _read_values(self, file: str, names: Sequence[str], feeds: Values) -> Values:
         session = self._tapped(file, tuple(dict.fromkeys(names)))
         unique = list(dict.fromkeys(names))
+        if file == REFERENCE_NAME:
+            feeds = with_past(self._manifest.reference_inputs or self._manifest.inputs, feeds)
         return dict(zip(unique, run_session(session, feeds, unique), strict=True))
 
     def _tapped(self, file: str, names: tuple[str, ...]) -> Any:

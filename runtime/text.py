@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ class Tokenizer:
             return list(self._tokenizer.encode(text).ids)[:limit]
         finally:
             self._tokenizer.no_truncation()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def token(self, index: int) -> str:
         """The text of one token."""

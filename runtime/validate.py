@@ -18,8 +18,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from subquad.runtime.artifact import check_files, load, open_manifest
+from subquad.runtime.artifact import Artifact, check_files, load, open_manifest
 from subquad.runtime.budget import EXACT_LIMIT, Budget
+from subquad.runtime.decoding import decoding_reason
 from subquad.runtime.errors import (
     BudgetError,
     IntegrityError,
@@ -44,6 +45,9 @@ from subquad.runtime.metamorphic import (
     select,
 )
 from subquad.runtime.metrics import Difference, LogitsDifference
+from subquad.runtime.pair import reads_encoder
+from subquad.runtime.past import carried, with_past
+from subquad.runtime.piecewise import piecewise_change
 from subquad.runtime.samples import (
     PADDINGS,
     Batch,
@@ -294,6 +298,7 @@ class _Validation:
     def __post_init__(self) -> None:
         self.layout = Layout.of(self.manifest)
         self.causal = is_causal_model(self.manifest)
+        self.reference_inputs = self.manifest.reference_inputs or self.manifest.inputs
         self.results: list[CaseResult] = []
         self.skipped: list[dict[str, Any]] = []
         self.failures: list[str] = []
@@ -331,13 +336,16 @@ class _Validation:
             threads=self.threads,
             config=QUIET_THREADS,
         )
-        names = [spec.name for spec in self.manifest.outputs]
+        # States that the model keeps instead of all keys are its own.
+        known = {item.name for item in reference.get_outputs()}
+        names = [spec.name for spec in self.manifest.outputs if spec.name in known]
 
         def run_model(feeds: Values) -> Values:
-            return artifact.run(feeds)
+            return artifact.run(feeds, names)
 
         def run_reference(feeds: Values) -> Values:
-            return dict(zip(names, run_session(reference, feeds, names), strict=True))
+            own = with_past(self.reference_inputs, feeds)
+            return dict(zip(names, run_session(reference, own, names), strict=True))
 
         unusable: set[int] = set()
         usable = []
@@ -369,6 +377,7 @@ class _Validation:
                 self._compare(batch, want, got, differences, logits)
                 if metamorphic and index == 0 and case.length <= _METAMORPHIC_LENGTH:
                     self._relations(batch, want, got, run_reference, run_model)
+                    self._pieces(artifact, batch, got)
             if failed:
                 continue
             usable.append(case)
@@ -393,9 +402,9 @@ class _Validation:
         results = comparison.run(self._cases, self._leak)
         self.notes += comparison.notes
         if comparison.leaking_site is not None:
-            self.metamorphic.violations[0] = dataclasses.replace(
-                self.metamorphic.violations[0], site=comparison.leaking_site
-            )
+            found = self.metamorphic.violations
+            first = next(i for i, item in enumerate(found) if item.relation != "pieces")
+            found[first] = dataclasses.replace(found[first], site=comparison.leaking_site)
         return results
 
     def measured(self) -> dict[str, float | None]:
@@ -434,6 +443,8 @@ class _Validation:
     ) -> None:
         real = real_tokens(self.layout, batch.feeds)
         for spec in self.manifest.outputs:
+            if spec.name not in want:
+                continue
             reference, model = want[spec.name], got[spec.name]
             if reference.shape != model.shape:
                 raise IntegrityError(
@@ -530,6 +541,25 @@ class _Validation:
                 Violation(change.relation, batch.length, batch.padding, change.cut, output, amount)
             )
 
+    def _pieces(self, artifact: Artifact, batch: Batch, got: Values) -> None:
+        """A model with a cache: pieces make the whole."""
+        if decoding_reason(self.manifest, self._encoded()):
+            return
+        found = piecewise_change(artifact, batch, got)
+        if found is None:
+            return
+        result = self.metamorphic
+        result.checks["pieces"] = result.checks.get("pieces", 0) + 1
+        output, change = found
+        if not change <= EXACT_LIMIT:
+            result.violations.append(
+                Violation("pieces", batch.length, batch.padding, None, output, change)
+            )
+
+    def _encoded(self) -> list[str]:
+        """Inputs of a decoder that an encoder makes."""
+        return [spec.name for spec in self.manifest.inputs if reads_encoder(spec.name)]
+
     def _explain_untested(self) -> None:
         checks = self.metamorphic.checks
         if checks.get("future", 0) + checks.get("batch", 0) and (
@@ -546,6 +576,9 @@ class _Validation:
             else f"no case is longer than {_tokens(causal_granularity(self.manifest))}",
             "batch": "no case has more than one row",
         }
+        if carried(self.manifest):
+            reason = decoding_reason(self.manifest, self._encoded())
+            missing["pieces"] = reason or "no case has two tokens"
         for relation, reason in missing.items():
             if relation not in self.metamorphic.checks:
                 self.metamorphic.not_applicable[relation] = reason
@@ -565,12 +598,20 @@ def _leak_sentences(violations: Sequence[Violation]) -> list[str]:
             "padding": "tokens under padding",
             "future": f"tokens from slot {violation.cut} on",
             "batch": "other rows of the batch",
+            "pieces": "",
         }[violation.relation]
+        where = f"(length {violation.length}, padding {violation.padding}, relative change "
+        if violation.relation == "pieces":
+            sentences.setdefault(
+                violation.relation,
+                f"a sequence in pieces gives another output {violation.output} than as a whole "
+                f"{where}{violation.change:.3g})",
+            )
+            continue
         site = f"; the first attention that reacts is {violation.site}" if violation.site else ""
         sentences.setdefault(
             violation.relation,
-            f"{what} change output {violation.output} where it may not see them (length "
-            f"{violation.length}, padding {violation.padding}, relative change "
+            f"{what} change output {violation.output} where it may not see them {where}"
             f"{violation.change:.3g}){site}",
         )
     return list(sentences.values())

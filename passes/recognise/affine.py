@@ -12,6 +12,9 @@ import numpy as np
 
 Number: TypeAlias = int | float
 _MAX_TERMS = 64
+_MAY_BE_EMPTY = "past"
+"""How names of dimensions begin that may be 0: tokens of earlier calls. All others are 1 at least.
+Nothing else follows from a name, and nothing is proved that fails at 0."""
 
 
 class OpaqueError(Exception):
@@ -20,7 +23,7 @@ class OpaqueError(Exception):
 
 @dataclass(frozen=True)
 class Symbol:
-    """An index in ``[0, extent)`` or, without an extent, the size of a dimension (``>= 1``).
+    """An index in ``[0, extent)`` or, without an extent, the size of a dimension (``>= least``).
 
     ``factors`` are the symbols of which this one is the product, if it is: dimensions, and at most
     one index.
@@ -40,6 +43,11 @@ class Symbol:
     @property
     def parts(self) -> tuple[Symbol, ...]:
         return self.factors or (self,)
+
+    @property
+    def least(self) -> int:
+        """Of a dimension or a product of dimensions: the smallest size there is."""
+        return int(not any(part.name.startswith(_MAY_BE_EMPTY) for part in self.parts))
 
     @property
     def is_index(self) -> bool:
@@ -203,8 +211,7 @@ def minimum(affine: Affine) -> Number | None:
             total = total + largest.scaled(coefficient)
     if any(coefficient < 0 for _, coefficient in total.terms):
         return None
-    # Dimensions are 1 at least.
-    return total.constant + sum(coefficient for _, coefficient in total.terms)
+    return total.constant + sum(coefficient * symbol.least for symbol, coefficient in total.terms)
 
 
 def _largest(symbol: Symbol) -> Affine | None:

@@ -8,6 +8,7 @@ that an error of 1 % in the scale moves the output a thousand times more than th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,16 +96,15 @@ def visible_pairs(predicate: MaskPredicate, point: ProbePoint) -> NDArray[np.boo
 def sample_points(shape: ScoreShape, predicate: MaskPredicate, limit: int) -> Iterator[ProbePoint]:
     """Lengths around every claimed limit, and paddings of every kind, that the sizes allow."""
     lengths = {1, 2, 7, 33}
+    edges: set[int] = set()
     for window in (predicate.window_left, predicate.window_right):
         if window > 0:
-            lengths |= {window, window + 1, window + 2, 2 * window + 5}
+            edges |= {window, window + 1, window + 2, 2 * window + 5}
     rng = np.random.default_rng(0)
     count = 0
-    for length in sorted(lengths):
-        batch = 6 if length <= _MAX_NODE_LENGTH else 1
-        sizes = _sizes(shape, batch, length)
-        if sizes is None:
-            continue
+    for length, past in _lengths(lengths, edges, _past_symbol(shape)):
+        batch = 6 if length + past <= _MAX_NODE_LENGTH else 1
+        sizes = _sizes(shape, batch, length, past)
         rows, query_len, kv_len = (
             int(d.value(sizes)) for d in (shape.batch, shape.query_len, shape.kv_len)
         )
@@ -120,12 +120,35 @@ def sample_points(shape: ScoreShape, predicate: MaskPredicate, limit: int) -> It
         raise OpaqueError(f"no sample fits lengths {shape.query_len} and {shape.kv_len}")
 
 
-def _sizes(shape: ScoreShape, batch: int, length: int) -> dict[Symbol, int] | None:
+def _past_symbol(shape: ScoreShape) -> Symbol | None:
+    """The number of keys before the first query, where it is a dimension of its own."""
+    before = shape.kv_len - shape.query_len
+    alone = len(before.terms) == 1 and not before.constant and before.terms[0][1] == 1
+    symbol = before.terms[0][0] if alone else None
+    return symbol if symbol is not None and symbol not in shape.query_len.symbols else None
+
+
+def _lengths(lengths: set[int], edges: set[int], past: Symbol | None) -> Iterator[tuple[int, int]]:
+    """Lengths of queries and numbers of keys before them; the latter 0 where there is no past."""
+    if past is None:
+        yield from ((length, 0) for length in sorted(lengths | edges))
+        return
+    pasts = sorted({past.least * 3, 1, 7, 19})
+    yield from itertools.product(sorted(lengths), pasts)
+    for edge in sorted(edges):
+        yield from ((edge, pasts[0]), (1, edge), (5, edge - 1), (7, edge))
+
+
+def _sizes(shape: ScoreShape, batch: int, length: int, past: int) -> dict[Symbol, int]:
     """Sizes for the symbols of the scores: the first of the queries is ``length``."""
     sizes = dict.fromkeys(shape.batch.symbols, batch)
     free = [s for s in (*shape.query_len.symbols, *shape.kv_len.symbols) if s not in sizes]
     for number, symbol in enumerate(dict.fromkeys(free)):
         sizes[symbol] = length if number == 0 else 3 + (number + length) % 4
+    counted = _past_symbol(shape)
+    if counted is not None:
+        sizes[counted] = past
+        return sizes
     # Unrelated lengths of queries and keys: keys a few more, so that alignments differ.
     if len(shape.kv_len.terms) == 1 and shape.kv_len.symbols[0] not in shape.query_len.symbols:
         wanted = length + 3 - shape.kv_len.constant

@@ -102,6 +102,21 @@ class SiteBias:
 
 
 @dataclass(frozen=True)
+class SiteCache:
+    """Where keys and values of earlier calls come from and go: names of the graph as traced.
+
+    Attributes:
+        past_key, past_value: inputs ``[batch, num_kv_heads, past, dim]``.
+        present_key, present_value: outputs; the same with those of this call behind them.
+    """
+
+    past_key: str
+    past_value: str
+    present_key: str
+    present_value: str
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """One raised attention.
 
@@ -120,6 +135,7 @@ class AttentionSite:
         alibi: how positions enter the scores, as in ``AttentionVariant``.
         slopes: of ALiBi, one for each head.
         has_sinks: the denominator has one more term per head.
+        cache: where keys of earlier calls are; ``None``: every call has all keys.
     """
 
     name: str
@@ -140,6 +156,7 @@ class AttentionSite:
     alibi: Literal["none", "signed", "absolute"] = "none"
     slopes: tuple[float, ...] = ()
     has_sinks: bool = False
+    cache: SiteCache | None = None
 
     @property
     def score_bias(self) -> str:
@@ -156,6 +173,7 @@ class AttentionSite:
         parts = [self.mask.describe(), *dict.fromkeys(bias.kind for bias in self.biases)]
         if self.alibi != "none":
             parts.append("ALiBi" if self.alibi == "signed" else "ALiBi of both sides")
+        parts += ["cached"] if self.cache else []
         return ", ".join([*parts, "sinks"] if self.has_sinks else parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -171,4 +189,5 @@ class AttentionSite:
         fields["proof"] = Proof(**raw["proof"])
         fields["slopes"] = tuple(raw.get("slopes", ()))
         fields["biases"] = tuple(SiteBias(**bias) for bias in raw.get("biases", ()))
+        fields["cache"] = SiteCache(**raw["cache"]) if raw.get("cache") else None
         return AttentionSite(**fields)

