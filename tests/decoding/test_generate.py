@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
+import tiny_artifact
 import tiny_decoders
 from subquad.cli import cli
 from subquad.converter.pipeline import convert
@@ -85,7 +86,7 @@ def test_bad_prompts(converted: Make, tmp_path: Path) -> None:
 
 
 def test_an_artifact_without_a_cache_says_so(tmp_path: Path) -> None:
-    convert(DEMO_MODEL, tmp_path / "plain")
+    tiny_artifact.build(tmp_path / "plain")
     with pytest.raises(UsageError, match="Convert it with --cache"):
         generate(tmp_path / "plain", ids=((1,),))
 

@@ -87,6 +87,7 @@ def test_exact_pieces_are_the_whole_pass_of_torch(converted: Make) -> None:
     _check_exact(converted, "llama")
 
 
+@pytest.mark.slow
 def test_a_window_of_the_source_s_own(converted: Make) -> None:
     _check_exact(converted, "mistral")
     pasts = _pasts(converted("mistral").artifact)
