@@ -139,7 +139,7 @@ def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
         *("--overwrite", "--require-sites", "all", "--allow-declined", "--strict-causal"),
         *("--kernels", "cpu", "--require-kernels", "--seed", "3", "--json"),
         *("--no-tuning", "--tuning-records", "r.jsonl", "--tuning-length", "512"),
-        *("--target", "cuda:sm_90"),
+        *("--target", "cuda:sm_90", "--cache"),
     )
     assert result.exit_code == 0, result.stderr
     (call,) = pipeline.calls
@@ -157,6 +157,7 @@ def test_convert_passes_everything_on(run: Run, pipeline: FakePipeline) -> None:
         "require_kernels": True,
         "tuning": TuningOptions(False, (Path("r.jsonl"),), 512),
         "targets": ("cuda:sm_90",),
+        "cache": True,
         "seed": 3,
     }
     # JSON alone on stdout, whatever libraries print
