@@ -89,8 +89,8 @@ def test_an_embedding_above_two_gigabytes(tmp_path: Path) -> None:
         entry = table.external_data.add()
         entry.key, entry.value = key, value
     with open(tmp_path / "w.bin", "wb") as file:
-        for done in range(0, times, 10_000):
-            file.write(known.tobytes() * min(10_000, times - done))
+        for start in range(0, times, 10_000):
+            file.write(known.tobytes() * min(10_000, times - start))
     source = tmp_path / "large.onnx"
     source.write_bytes(model.SerializeToString())
     done = subprocess.run(

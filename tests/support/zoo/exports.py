@@ -134,7 +134,7 @@ def make_exports(wanted: Sequence[tuple[str, str]]) -> None:
             check=False,
         )
         if child.returncode == 0:
-            continue
+            return
         lines = ["?", *(line for line in child.stderr.splitlines() if line.strip())]
         if _READY not in child.stdout.splitlines():
             raise RuntimeError(f"no export can be made: {lines[-1]}")
