@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-models test-node test-browser test-gpu-schedules lint format \
-  bench bench-must bench-full coverage models clean
+  bench bench-must bench-full coverage method-docs models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -100,6 +100,9 @@ bench-full: $(INSTALLED_MODELS)  ## every length, one thread and all; up to four
 
 coverage: $(INSTALLED)  ## write docs/coverage.md: families x exporters; hours the first time, resumable
 	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -W ignore -m zoo.report $(COVERAGE_ARGS)
+
+method-docs: $(INSTALLED)  ## write docs/methods.md from the method files
+	$(SUBQUAD) methods --markdown > docs/methods.md.part && mv docs/methods.md.part docs/methods.md
 
 models: $(INSTALLED_MODELS)  ## download the checkpoints that tests and benchmarks use
 	$(PY) tests/support/third_party.py

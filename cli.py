@@ -14,6 +14,7 @@ from subquad.commands.convert import convert, inspect, plan
 from subquad.commands.frame import INTERRUPTED, fail
 from subquad.commands.generate import generate
 from subquad.commands.measure import bench, validate
+from subquad.commands.methods import methods
 from subquad.commands.run import doctor, run
 from subquad.commands.tune import tune
 from subquad.runtime.errors import SubquadError
@@ -67,7 +68,9 @@ def cli(verbose: bool) -> None:
     )
 
 
-for command in (inspect, convert, plan, tune, validate, bench, run, generate, doctor):
+COMMANDS = (inspect, convert, plan, tune, validate, bench, run, generate, doctor, methods)
+
+for command in COMMANDS:
     cli.add_command(command)
 
 

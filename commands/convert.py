@@ -19,6 +19,7 @@ from subquad.commands.options import (
 )
 from subquad.commands.tables import (
     open_console,
+    print_branches,
     print_distillation,
     print_gpu_kernels,
     print_heads,
@@ -160,6 +161,12 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     "them: rank=8,steps=200,learning_rate=0.002.",
 )
 @click.option(
+    "--calibrate",
+    is_flag=True,
+    help="With --force or --plan: fit the tensors of methods that learn on --data; --distil and "
+    "--budget do so anyway.",
+)
+@click.option(
     "--refit/--no-refit",
     default=True,
     show_default=True,
@@ -234,6 +241,7 @@ def convert(
     work: Path | None,
     threads: int | None,
     distil: str | None,
+    calibrate: bool,
     refit: bool,
     overwrite: bool,
     require_sites: str | None,
@@ -252,14 +260,15 @@ def convert(
     """Convert SOURCE into the artifact directory OUTPUT."""
     if budget and (force or plan):
         raise UsageError("--budget makes a plan; it goes neither with --force nor with --plan.")
-    if targets and (budget or distil is not None):
+    trains = calibrate or distil is not None
+    if targets and (budget or trains):
         raise UsageError(
-            "--target goes neither with --budget nor with --distil: make a plan with "
-            "`subquad plan`, then convert with --plan and --target."
+            "--target goes neither with --budget nor with --distil or --calibrate: make a plan "
+            "with `subquad plan`, then convert with --plan and --target."
         )
-    if cache and (budget or distil is not None):
+    if cache and (budget or trains):
         raise UsageError(
-            "--cache goes neither with --budget nor with --distil: make a plan with "
+            "--cache goes neither with --budget nor with --distil or --calibrate: make a plan with "
             "`subquad plan`, which fits the model with and without a cache, then convert with "
             "--plan and --cache."
         )
@@ -301,7 +310,7 @@ def convert(
                 progress=progress,
                 **shared,
             )
-        elif distil is not None:
+        elif trains:
             converted = _distilling().convert_and_distil(
                 source,
                 output,
@@ -313,7 +322,7 @@ def convert(
                     allow_declined=allow_declined,
                 ),
                 _distilling().DistilRequest(
-                    _distil_settings(distil, seed),
+                    None if distil is None else _distil_settings(distil, seed),
                     lengths=lengths,
                     data=data,
                     seed=seed,
@@ -359,6 +368,7 @@ def convert(
         print_plan(console, report["planning"])
     if distil is not None:
         print_distillation(console, report["distillation"])
+    print_branches(console, report.get("branches", ()))
     print_gpu_kernels(console, report["sites"])
     seconds = sum(report["seconds"].values())
     peak = report.get("peak_rss_bytes")
@@ -453,7 +463,7 @@ def plan(
             source, request, work=place, require_sites=require_sites, progress=progress
         )
     if output is not None:
-        output.write_text(report.plan.dumps(), "utf-8")
+        report.plan.write(output)
     if report.synthetic:
         click.secho(f"warning: {report.data}", fg="yellow", err=True)
     if as_json:

@@ -111,6 +111,12 @@ def print_proofs(console: Console, records: Sequence[Mapping[str, Any]]) -> None
         console.print(line, markup=False, highlight=False)
 
 
+def print_branches(console: Console, branches: Sequence[Mapping[str, Any]]) -> None:
+    for seen in branches:
+        line = f"{seen['name']} ({seen['method']}): {seen['verdict']}"
+        console.print(line, markup=False, highlight=False)
+
+
 def print_distillation(console: Console, result: Mapping[str, Any] | None) -> None:
     if result is None:
         console.print("distillation: every attention is exact, so there was nothing to train")

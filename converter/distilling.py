@@ -1,17 +1,25 @@
-"""Distillation inside a conversion: the exact artifact teaches the rewritten model."""
+"""Calibration and distillation inside a conversion: the exact artifact teaches the rewritten model.
+
+Methods that learn are fitted to the exact activations first, attention by attention; training
+starts from there and moves the projections as well. Then the branches of hybrids are switched off,
+one at a time, for the report.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.base_artifact import base_artifact, reopen
+from subquad.converter.branching import branch_runner, with_fits
 from subquad.converter.pipeline import (
     ConversionReport,
     KernelKind,
@@ -22,17 +30,21 @@ from subquad.converter.pipeline import (
 )
 from subquad.converter.work_folder import WorkFolder
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
+from subquad.passes.calibrate.branches import ablate
 from subquad.passes.calibrate.data import (
     CALIBRATION_TOKENS,
     HELDOUT_TOKENS,
     CalibrationData,
     open_data,
 )
+from subquad.passes.calibrate.engine import Engine
+from subquad.passes.calibrate.fitted import Fitted
+from subquad.passes.calibrate.segments import load_split
 from subquad.passes.plan import DENSE, Assignment
 from subquad.passes.repair.adapters import repair_weights
 from subquad.passes.repair.distil import DistilSettings, distil
 from subquad.runtime.artifact import load
-from subquad.runtime.manifest import Manifest
+from subquad.runtime.manifest import MODEL_NAME, Manifest
 from subquad.runtime.samples import Layout
 from subquad.runtime.session import QUIET_THREADS
 
@@ -45,7 +57,7 @@ class DistilRequest:
     """Training asked for beside forced methods or a plan.
 
     Attributes:
-        settings: how long and how fast.
+        settings: how long and how fast; ``None``: methods that learn are fitted, nothing else.
         lengths: tokens per row.
         data: files or folders; none = made-up inputs.
         seed: decides what is held out.
@@ -53,7 +65,7 @@ class DistilRequest:
         threads: of the teacher.
     """
 
-    settings: DistilSettings
+    settings: DistilSettings | None
     lengths: tuple[int, ...] = (512,)
     data: tuple[Path, ...] = ()
     seed: int = 0
@@ -76,7 +88,7 @@ def convert_and_distil(
     tuning: TuningOptions = DEFAULT_TUNING,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert as ``selection`` says and train what was replaced.
+    """Convert as ``selection`` says, fit methods that learn, and train what was replaced.
 
     Args:
         source, output, overwrite, require_sites, kernels, require_kernels, tuning: as
@@ -106,18 +118,23 @@ def convert_and_distil(
                 heldout_tokens=request.heldout_tokens,
             )
         traced, raised = reopen(base, manifest)
+        plan = selection.assignments(raised, manifest.source["hash"])
+        engine = Engine(load_split(base, MODEL_NAME, raised.sites), base, threads=request.threads)
+        with clock.stage("calibrate"):
+            plan = with_fits(engine, plan, data.calibration, progress)
+        trained = distillation(base, manifest, data, request.settings, request.threads, clock)
         report = write_artifact(
             folder,
             traced,
             raised,
-            selection.assignments(raised, manifest.source["hash"]),
+            plan,
             clock,
             shown_as=output,
             seed=request.seed,
             kernels=kernels,
             require_kernels=require_kernels,
             tuning=tuning,
-            repair=distillation(base, manifest, data, request.settings, request.threads, clock),
+            repair=_with_branches(trained, engine, manifest, data),
         )
     if work is None:
         shutil.rmtree(place, ignore_errors=True)
@@ -128,13 +145,26 @@ def distillation(
     base: Path,
     manifest: Manifest,
     data: CalibrationData,
-    settings: DistilSettings,
+    settings: DistilSettings | None,
     threads: int | None,
     clock: StageClock,
 ) -> Repair:
-    """The repair stage that trains on ``data`` with the exact artifact in ``base`` as teacher."""
+    """The repair stage that trains on ``data`` with the exact artifact in ``base`` as teacher.
+
+    It says which attentions have fitted tensors, too.
+    """
 
     def repair(model: ir.Model, plan: Sequence[Assignment]) -> Mapping[str, Any]:
+        fits = [
+            {"name": a.site.name, "method": a.text, **a.fitted.facts()}
+            for a in plan
+            if a.fitted is not None
+        ]
+        return {"calibration": fits, **train(model, plan)}
+
+    def train(model: ir.Model, plan: Sequence[Assignment]) -> Mapping[str, Any]:
+        if settings is None:
+            return {}
         replaced = [a.site.name for a in plan if a.method.name != DENSE]
         if not replaced:
             return {"distillation": None}
@@ -154,3 +184,36 @@ def distillation(
         return {"distillation": result.to_json() | about}
 
     return repair
+
+
+def _with_branches(
+    trained: Repair, engine: Engine, manifest: Manifest, data: CalibrationData
+) -> Repair:
+    """``trained``, and after it the branches of hybrids, with the weights that they have then."""
+
+    def repair(model: ir.Model, plan: Sequence[Assignment]) -> Mapping[str, Any]:
+        facts = trained(model, plan)
+        changed = engine.fresh()
+        replaced = [a.site.name for a in plan if a.method.name != DENSE]
+        changed.weights = {
+            name: _values(model, name) for name in repair_weights(model, replaced).projections
+        }
+        by_name = {assignment.site.name: assignment for assignment in plan}
+        present = {}
+        for rank, split_site in enumerate(engine.split.sites):
+            assignment = by_name[split_site.site.name]
+            if assignment.method.name == DENSE:
+                continue
+            names = {key: f"{assignment.site.name}.{key}" for key in assignment.tensors()}
+            tensors = {key: _values(model, name) for key, name in names.items()}
+            present[rank] = replace(assignment, fitted=Fitted(tensors) if tensors else None)
+        found = ablate(present, branch_runner(manifest, engine, changed, data.heldout))
+        return {**facts, "branches": [seen.to_json() for _, seen in sorted(found.items())]}
+
+    return repair
+
+
+def _values(model: ir.Model, name: str) -> NDArray[Any]:
+    tensor = model.graph.initializers[name].const_value
+    assert tensor is not None
+    return np.array(tensor.numpy())

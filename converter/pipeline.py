@@ -588,6 +588,8 @@ def _site_record(
     keeps: str = "",
 ) -> SiteRecord:
     reasons = [] if assignment.declined is None else [assignment.declined.reason]
+    if assignment.method.learns and assignment.fitted is None:
+        reasons.append("not calibrated: its tensors are as the method starts with them")
     if lowered is not None and lowered.reason:
         reasons.append(f"no kernel: {lowered.reason}")
     return SiteRecord(

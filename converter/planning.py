@@ -5,7 +5,8 @@
 | base | source -> exact artifact | ``base-*/`` |
 | data | files -> calibration and held-out inputs | |
 | measure | each attention -> errors and prices of its candidates | ``sites-*/`` |
-| search | plans -> what each does to held-out outputs | ``runs-*/`` |
+| search | plans -> what each does to held-out outputs | ``runs/`` |
+| branches | hybrids of the plan -> what each of their branches does | ``branches/`` |
 | convert | plan -> artifact, measured once more as it ships | |
 
 Killed anywhere and started again with the same arguments, it goes on where it was and ends with
@@ -26,6 +27,8 @@ from numpy.typing import NDArray
 
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.base_artifact import base_artifact, content_hash, reopen
+from subquad.converter.branching import branch_runner
+from subquad.converter.budget_texts import Metric, Runner, parse_budget
 from subquad.converter.distilling import distillation
 from subquad.converter.pipeline import (
     ConversionReport,
@@ -36,6 +39,8 @@ from subquad.converter.pipeline import (
 )
 from subquad.converter.work_folder import WorkFolder, key_of
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
+from subquad.passes.calibrate.branches import Branches, ablate, linear_off
+from subquad.passes.calibrate.candidates import SiteMeasurement
 from subquad.passes.calibrate.data import (
     CALIBRATION_TOKENS,
     HELDOUT_TOKENS,
@@ -43,12 +48,7 @@ from subquad.passes.calibrate.data import (
     open_data,
 )
 from subquad.passes.calibrate.engine import Engine
-from subquad.passes.calibrate.measure import (
-    Question,
-    SiteMeasurement,
-    assignment_of,
-    measure_sites,
-)
+from subquad.passes.calibrate.measure import Question, assignment_of, measure_sites
 from subquad.passes.calibrate.refit import refit_projections
 from subquad.passes.calibrate.score import Score, Scorer
 from subquad.passes.calibrate.segments import load_split
@@ -56,12 +56,11 @@ from subquad.passes.methods import get_method
 from subquad.passes.plan import DENSE, Assignment
 from subquad.passes.plan_file import PlanFile
 from subquad.passes.plan_report import plan_file
-from subquad.passes.planner import Choice, PlanBudget, search
+from subquad.passes.planner import Choice, PlanBudget, SearchResult, instead, search
 from subquad.passes.prices import Objective, choose_prices
 from subquad.passes.recognise.site import AttentionSite
 from subquad.passes.repair.distil import DistilSettings
 from subquad.runtime.artifact import Artifact, check_inputs, load
-from subquad.runtime.budget import Budget
 from subquad.runtime.errors import BudgetError, UsageError
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import MODEL_NAME
@@ -76,10 +75,6 @@ PROBE_LENGTH, PROBE_TOKENS = 1024, 2048
 """Inputs that are followed to the end of the model for every attention."""
 
 GREEDY_PROMPT, GREEDY_TOKENS = 256, 32
-
-Runner = Callable[[Mapping[str, NDArray[Any]]], dict[str, NDArray[Any]]]
-Metric = Callable[[Runner], float]
-"""A user's metric: runs the model as often as it likes and returns a score, higher is better."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +218,11 @@ def convert_with_budget(
             kernels=kernels,
             require_kernels=require_kernels,
             tuning=tuning,
-            facts={"planning": planned.to_json(), "refit": refit.facts},
+            facts={
+                "planning": planned.to_json(),
+                "refit": refit.facts,
+                "branches": planned.plan.branches,
+            },
             repair=None if distil is None else planning.distillation(distil),
             finish=planning.verify,
         )
@@ -289,6 +288,8 @@ class _Planning:
             budget = PlanBudget(self._limits, self._drop, self._custom_base())
             self._budget = budget
             found = search(measured, budget, self._judge)
+        with clock.stage("branches"):
+            found, branches = self._without_idle_branches(measured, found)
             self._chosen = found.chosen
         return PlanningReport(
             plan=plan_file(
@@ -311,6 +312,7 @@ class _Planning:
                         "measured_lengths": list(self._data.lengths),
                     },
                 },
+                branches,
             ),
             statistics={site.name: site.statistics.to_json() for site in measured},
             data=self._data.description,
@@ -325,10 +327,7 @@ class _Planning:
         if not chosen.choice:
             return Refitted({}, {"why": "nothing was replaced"})
         with self._clock.stage("refit"):
-            plan = {
-                rank: assignment_of(self._sites[rank], candidate.text)
-                for rank, candidate in chosen.choice.items()
-            }
+            plan = self._plan(chosen.choice)
             engine = self._engine.fresh()
             refits = refit_projections(engine, plan, self._data.calibration, self._data.heldout)
             self._teach()
@@ -465,12 +464,15 @@ class _Planning:
         )
         names = [f"sites-{key}/{rank}.json" for rank in range(len(self._sites))]
         known = {
-            rank: SiteMeasurement.from_json(raw)
+            rank: SiteMeasurement.from_json(raw, tensors)
             for rank, name in enumerate(names)
             if (raw := self._work.load(name)) is not None
+            and (tensors := self._work.load_arrays(f"{name}.npz")) is not None
         }
 
         def done(rank: int, site: SiteMeasurement) -> None:
+            # The arrays first: where the measurement is, they are.
+            self._work.save_arrays(f"{names[rank]}.npz", site.tensors())
             self._work.save(names[rank], site.to_json())
             known[rank] = site
             self._show(f"measured {site.name}", len(known) / len(names))
@@ -487,24 +489,12 @@ class _Planning:
 
     def _judge(self, choice: Choice) -> Score:
         """Run one plan on the held-out inputs, or remember its run."""
-        texts = {str(rank): candidate.text for rank, candidate in sorted(choice.items())}
-        key = key_of(
-            {
-                "model": content_hash(self.manifest),
-                "data": self._data.digest,
-                "metric": self._request.budget if self._metric is not None else (),
-                "kernels": self._request.kernels,
-                "plan": texts,
-            }
-        )
-        name = f"runs/{key}.json"
+        metric = self._request.budget if self._metric is not None else ()
+        name = f"runs/{self._key_of_run(choice, metric=metric)}.json"
         known = self._work.load(name)
         if known is not None:
             return Score.from_json(known)
-        plan = {
-            rank: assignment_of(self._sites[rank], candidate.text)
-            for rank, candidate in choice.items()
-        }
+        plan = self._plan(choice)
         if choice:
             self._teach()
             feeds = [batch.feeds for batch in self._data.heldout]
@@ -516,6 +506,54 @@ class _Planning:
         self._work.save(name, score.to_json())
         self._show(f"tried a plan of {len(choice)} replacements", None)
         return score
+
+    def _plan(self, choice: Choice) -> dict[int, Assignment]:
+        return {
+            rank: assignment_of(self._sites[rank], candidate.text, candidate.fitted)
+            for rank, candidate in choice.items()
+        }
+
+    def _key_of_run(self, choice: Choice, **more: Any) -> str:
+        """Of everything that a run of the model with ``choice`` depends on."""
+        return key_of(
+            {
+                "model": content_hash(self.manifest),
+                "data": self._data.digest,
+                "kernels": self._request.kernels,
+                "plan": {
+                    str(rank): (candidate.text, candidate.fitted and candidate.fitted.digest)
+                    for rank, candidate in sorted(choice.items())
+                },
+                **more,
+            }
+        )
+
+    def _without_idle_branches(
+        self, measured: Sequence[SiteMeasurement], found: SearchResult
+    ) -> tuple[SearchResult, dict[int, Branches]]:
+        """Hybrids whose linear part does nothing become plain windows, if the budget allows it."""
+        choice = dict(found.chosen.choice)
+        branches = self._branches(choice)
+        plan = self._plan(choice)
+        for rank, seen in branches.items():
+            plain = linear_off(plan[rank]).text
+            twin = next((c for c in measured[rank].candidates if c.text == plain), None)
+            if seen.linear_off.is_nothing and twin is not None:
+                choice[rank] = twin
+        if choice != found.chosen.choice:
+            found = instead(found, measured, self._budget, self._judge, choice)
+        return found, branches
+
+    def _branches(self, choice: Choice) -> dict[int, Branches]:
+        """What each branch of the chosen hybrids does, or what is remembered of it."""
+        name = f"branches/{self._key_of_run(choice)}.json"
+        known = self._work.load(name)
+        if known is not None:
+            return {int(rank): Branches.from_json(raw) for rank, raw in known.items()}
+        run = branch_runner(self.manifest, self._engine, self._engine, self._data.heldout)
+        found = ablate(self._plan(choice), run)
+        self._work.save(name, {str(rank): seen.to_json() for rank, seen in found.items()})
+        return found
 
     def _custom_base(self) -> float | None:
         return self._judge({}).custom if self._metric is not None else None
@@ -529,45 +567,6 @@ class _Planning:
     def _show(self, message: str, share: float | None) -> None:
         if self._clock.progress is not None:
             self._clock.progress(message, share)
-
-
-def parse_budget(
-    texts: Sequence[str],
-) -> tuple[Budget | None, Metric | None, float | None]:
-    """Limits, the user's metric and its largest drop.
-
-    Raises:
-        UsageError: no limit, an unknown one, or a metric without a drop.
-    """
-    from subquad.converter.module import load_object
-
-    plain: list[str] = []
-    reference: str | None = None
-    drop: float | None = None
-    for pair in (p.strip() for text in texts for p in text.split(",")):
-        name, _, value = pair.partition("=")
-        if name.strip() == "metric":
-            reference = value.strip()
-        elif name.strip() == "drop":
-            try:
-                drop = float(value)
-            except ValueError as error:
-                raise UsageError(f"Budget drop={value}: not a number.") from error
-            if not np.isfinite(drop) or drop < 0:
-                raise UsageError(f"Budget drop={value}: must be 0 or more.")
-        elif pair:
-            plain.append(pair)
-    if (reference is None) != (drop is None):
-        raise UsageError("A metric needs both: metric=module:function,drop=0.5.")
-    limits = Budget.parse(plain)
-    if limits is None and reference is None:
-        raise UsageError("A plan needs a budget, such as ppl=1% or kl=0.02.")
-    if reference is None:
-        return limits, None, None
-    metric = load_object(reference)
-    if not callable(metric):
-        raise UsageError(f"Budget metric={reference}: {type(metric).__name__} cannot be called.")
-    return limits, metric, drop
 
 
 def _with_custom(score: Score, metric: Metric, run: Runner) -> Score:

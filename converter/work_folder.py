@@ -10,9 +10,12 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from subquad import __version__
 from subquad.converter.atomic import output_errors
@@ -23,7 +26,7 @@ _MARK = "subquad-work.json"
 
 
 class WorkFolder:
-    """A folder of JSON results, each written at once or not at all.
+    """A folder of results, JSON or arrays, each written at once or not at all.
 
     Raises:
         UsageError: the folder exists and holds something else.
@@ -56,13 +59,27 @@ class WorkFolder:
         return result
 
     def save(self, name: str, value: Mapping[str, Any]) -> None:
+        text = json.dumps(value, indent=1, sort_keys=True)
+        self._write(name, lambda file: file.write(text.encode()))
+
+    def load_arrays(self, name: str) -> dict[str, NDArray[Any]] | None:
+        """What ``save_arrays`` wrote; ``None`` if it is not there."""
+        if not (self.path / name).is_file():
+            return None
+        with np.load(self.path / name, allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
+
+    def save_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._write(name, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+
+    def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
         target = self.path / name
         with output_errors(self.path):
             target.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".partial")
             try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(value, file, indent=1, sort_keys=True)
+                with os.fdopen(handle, "wb") as file:
+                    write(file)
                 os.replace(temporary, target)
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from subquad.passes.calibrate.fitted import Fitted
 from subquad.passes.methods import get_method, method_text, parse_method
 from subquad.passes.methods.base import Method, Parameters
 from subquad.passes.recognise.site import AttentionSite
@@ -24,17 +28,28 @@ class Assignment:
         site: the raised attention.
         method, params: what computes it in the artifact.
         declined: why a method asked for was not taken, if so.
+        fitted: values for the method's tensors; ``None``: as the method starts with them.
     """
 
     site: AttentionSite
     method: Method[Any]
     params: Parameters
     declined: Rejection | None = None
+    fitted: Fitted | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
         """``window:size=128,sinks=4``."""
         return method_text(self.method, self.params)
+
+    def tensors(self) -> Mapping[str, NDArray[np.generic]]:
+        """Constants of the attention, by the name of the input they are."""
+        start = self.method.tensors(self.site, self.params)
+        if self.fitted is None:
+            return start
+        for name, array in self.fitted.tensors.items():
+            assert name in start and array.shape == start[name].shape, name
+        return {**start, **self.fitted.tensors}
 
 
 @dataclass(frozen=True)

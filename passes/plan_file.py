@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
+import numpy as np
+from numpy.typing import NDArray
+
+from subquad.passes.calibrate.fitted import Fitted
 from subquad.passes.methods import parse_method
 from subquad.passes.plan import DENSE, Assignment, declined_by
 from subquad.passes.recognise.site import AttentionSite
@@ -31,12 +36,20 @@ class SitePlan:
         method: ``window:size=256,sinks=4``; ``dense`` keeps it exact.
         why: one sentence.
         facts: measured: candidates, errors, prices, statistics; not read back.
+        fitted: tensors of ``method``, if it is one that learns.
     """
 
     name: str
     method: str
     why: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    fitted: Fitted | None = field(default=None, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        entries = {"name": self.name, "method": self.method, "why": self.why, **self.facts}
+        if self.fitted is not None:
+            entries["fitted"] = {"method": self.method, **self.fitted.facts()}
+        return entries
 
 
 @dataclass(frozen=True)
@@ -60,26 +73,41 @@ class PlanFile:
                 "schema": SCHEMA,
                 "version": SCHEMA_VERSION,
                 "source": dict(self.source),
-                "sites": [
-                    {"name": s.name, "method": s.method, "why": s.why, **s.facts}
-                    for s in self.sites
-                ],
+                "sites": [site.to_json() for site in self.sites],
                 **self.facts,
             }
         )
         return result
 
+    @property
+    def branches(self) -> list[Mapping[str, Any]]:
+        """What was seen of hybrids when their branches were switched off."""
+        return [site.facts["branches"] for site in self.sites if "branches" in site.facts]
+
     def dumps(self) -> str:
         """Stable, sorted JSON."""
         return json.dumps(self.to_json(), indent=1, sort_keys=True, allow_nan=False) + "\n"
 
+    def write(self, path: Path) -> None:
+        """Write ``path`` and, if a method has fitted tensors, the ``.npz`` file beside it."""
+        path.write_text(self.dumps(), "utf-8")
+        arrays = {
+            f"{site.name}/{name}": array
+            for site in self.sites
+            if site.fitted is not None
+            for name, array in site.fitted.tensors.items()
+        }
+        if arrays:
+            # The stub takes no names of arrays beside its own flag.
+            np.savez(tensors_path(path), **arrays)  # type: ignore[arg-type]
+
     @staticmethod
     def read(path: Path) -> PlanFile:
-        """Read and check ``path``.
+        """Read and check ``path``, and the file of fitted tensors beside it if one is needed.
 
         Raises:
             UsageError: no such file, no JSON, another schema, or a field of a wrong kind; says
-                which.
+                which. Or the fitted tensors are missing or not those of the plan.
         """
         try:
             raw = json.loads(path.read_text("utf-8"))
@@ -102,6 +130,7 @@ class PlanFile:
         if not isinstance(sites, list) or not sites:
             raise UsageError(f"Plan {path}: sites must be a list with one entry per attention.")
         parsed = tuple(_site(item, f"Plan {path}: sites[{i}]") for i, item in enumerate(sites))
+        parsed = tuple(_with_tensors(site, path) for site in parsed)
         names = [site.name for site in parsed]
         for name in names:
             if names.count(name) > 1:
@@ -155,10 +184,52 @@ class PlanFile:
                 )
             declined = declined_by(method, site, params)
             if declined is None:
-                plan.append(Assignment(site, method, params))
+                fitted = wanted[site.name].fitted if site.name in wanted else None
+                _require_shapes(method.tensors(site, params), fitted, site.name)
+                plan.append(Assignment(site, method, params, fitted=fitted))
             else:
                 plan.append(Assignment(site, dense, exact, declined))
         return plan
+
+
+def _require_shapes(
+    start: Mapping[str, NDArray[np.generic]], fitted: Fitted | None, where: str
+) -> None:
+    for name, array in ({} if fitted is None else fitted.tensors).items():
+        if name not in start or array.shape != start[name].shape:
+            expected = start[name].shape if name in start else "no such tensor"
+            raise UsageError(
+                f"Plan, site {where}: the fitted tensor {name} has shape {array.shape}, this model "
+                f"needs {expected}. Plan again."
+            )
+
+
+def tensors_path(path: Path) -> Path:
+    """Where the fitted tensors of the plan at ``path`` are."""
+    return path.with_name(f"{path.stem}.tensors.npz")
+
+
+def _with_tensors(site: SitePlan, path: Path) -> SitePlan:
+    """``site`` with its fitted tensors; a method that was edited has none."""
+    facts = dict(site.facts)
+    wanted = facts.pop("fitted", None)
+    if not isinstance(wanted, dict) or wanted.get("method") != site.method:
+        return replace(site, facts=facts)
+    place = tensors_path(path)
+    where = f"Plan {path}, site {site.name}"
+    try:
+        with np.load(place, allow_pickle=False) as arrays:
+            names = [name for name in arrays.files if name.startswith(f"{site.name}/")]
+            tensors = {name.removeprefix(f"{site.name}/"): arrays[name] for name in names}
+    except (OSError, ValueError, BadZipFile) as error:
+        raise UsageError(
+            f"{where}: its fitted tensors cannot be read from {place}: {error}. Keep that file "
+            'beside the plan, or remove "fitted" from the site to start without them.'
+        ) from error
+    fitted = Fitted(tensors, *(tuple(wanted.get(name, ())) for name in ("before", "after")))
+    if fitted.digest != wanted.get("digest"):
+        raise UsageError(f"{where}: {place} does not hold the tensors of this plan. Plan again.")
+    return replace(site, facts=facts, fitted=fitted)
 
 
 def _site(item: object, where: str) -> SitePlan:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from subquad.passes.calibrate.measure import (
-    Candidate,
-    SiteMeasurement,
-    assignment_of,
-    site_price,
-)
+from subquad.passes.calibrate.branches import Branches
+from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
+from subquad.passes.calibrate.measure import assignment_of, site_price
 from subquad.passes.plan import DENSE
 from subquad.passes.plan_file import PlanFile, SitePlan
 from subquad.passes.planner import Judged, SearchResult, steps_of
@@ -28,8 +25,17 @@ def plan_file(
     found: SearchResult,
     prices: Prices,
     facts: Mapping[str, Any],
+    branches: Mapping[int, Branches] | None = None,
 ) -> PlanFile:
-    """The plan with everything that explains it; no timings."""
+    """The plan with everything that explains it; no timings.
+
+    Args:
+        manifest: of the exact model.
+        measured, found: candidates, and the search among them.
+        prices: that were used.
+        facts: further entries.
+        branches: rank of a site -> what was seen of the hybrid chosen there, be it kept or not.
+    """
     sites = {record.site["name"]: record.site for record in manifest.sites}
     entries = []
     for rank, site in enumerate(measured):
@@ -49,12 +55,19 @@ def plan_file(
             granularity = assignment.method.causal_granularity(assignment.params)
             entry["causal_granularity"] = granularity
             entry["crossover_length"] = _crossover(raised, chosen, prices)
+        why = _why(rank, site, chosen)
+        seen = (branches or {}).get(rank)
+        if seen is not None:
+            entry["branches"] = seen.to_json()
+            kept = chosen is not None and seen.method == chosen.text
+            why += f"; {seen.verdict}" if kept else f"; instead of {seen.method}: {seen.verdict}"
         entries.append(
             SitePlan(
                 name=site.name,
                 method=DENSE if chosen is None else chosen.text,
-                why=_why(rank, site, chosen),
+                why=why,
                 facts=entry,
+                fitted=None if chosen is None else chosen.fitted,
             )
         )
     best = found.chosen
@@ -103,6 +116,11 @@ def _candidate(site: SiteMeasurement, candidate: Candidate) -> dict[str, Any]:
         "price": _rounded(candidate.price),
         "predicted_damage": _rounded(site.damage(candidate)),
     }
+    if candidate.fitted is not None:
+        entry["fitted"] = {
+            name: [_rounded(x) for x in getattr(candidate.fitted, name)]
+            for name in ("before", "after")
+        }
     if candidate.densities:
         entry["densities"] = {str(n): _rounded(x) for n, x in candidate.densities.items()}
     return entry

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from subquad.passes.calibrate.measure import Candidate, SiteMeasurement
+from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
 from subquad.passes.calibrate.score import Score
 from subquad.runtime.budget import AT_LEAST, Budget
 
@@ -178,6 +178,32 @@ def steps_of(rank: int, site: SiteMeasurement) -> list[Step]:
         damage, price = max(next_damage, damage), next_price
 
 
+def instead(
+    found: SearchResult,
+    sites: Sequence[SiteMeasurement],
+    budget: PlanBudget,
+    judge: Judge,
+    choice: Choice,
+) -> SearchResult:
+    """``found`` with ``choice`` as the plan, if that keeps the budget; it is run in any case."""
+    judged = judge_choice(sites, budget, judge, choice)
+    chosen = found.chosen if judged.misses else judged
+    return replace(found, chosen=chosen, judged=(*found.judged, judged))
+
+
+def judge_choice(
+    sites: Sequence[SiteMeasurement], budget: PlanBudget, judge: Judge, choice: Choice
+) -> Judged:
+    """Run one plan."""
+    score = judge(choice)
+    prices = [
+        choice[rank].price if rank in choice else site.exact_price
+        for rank, site in enumerate(sites)
+    ]
+    predicted = sum(site.damage(choice.get(rank)) for rank, site in enumerate(sites))
+    return Judged(dict(choice), sum(prices), predicted, score, tuple(budget.misses(score)))
+
+
 class _Search:
     def __init__(self, sites: Sequence[SiteMeasurement], budget: PlanBudget, judge: Judge) -> None:
         self._sites = sites
@@ -265,13 +291,6 @@ class _Search:
         for known in self._judged:
             if known.choice == choice:
                 return known
-        score = self._judge(choice)
-        prices = [
-            choice[rank].price if rank in choice else site.exact_price
-            for rank, site in enumerate(self._sites)
-        ]
-        predicted = sum(site.damage(choice.get(rank)) for rank, site in enumerate(self._sites))
-        misses = tuple(self._budget.misses(score))
-        judged = Judged(dict(choice), sum(prices), predicted, score, misses)
+        judged = judge_choice(self._sites, self._budget, self._judge, choice)
         self._judged.append(judged)
         return judged

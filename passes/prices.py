@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.block_select.semantics import BlockSelectVariant
 from subquad.kernels.block_sparse.semantics import BlockSparseVariant
-from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.hybrid.semantics import HeadPart, HybridVariant
 from subquad.kernels.operator import UNLIMITED, OperatorVariant
 from subquad.passes.costs import CostTable
 from subquad.runtime.errors import Rejection, UsageError
@@ -188,29 +188,32 @@ def _(variant: AttentionVariant, shape: Shape) -> float | Rejection:
 
 @state_bytes.register
 def _(variant: AttentionVariant, shape: Shape) -> float | Rejection:
-    return shape.batch * _cache(variant, shape.length, variant.window_left, 0)
+    return shape.batch * _cache(variant, shape.length, variant.window_left)
 
 
 @flops.register
 def _(variant: HybridVariant, shape: Shape) -> float | Rejection:
-    keys = 0.0
-    if variant.has_window:
-        keys = band_keys(shape.length, variant.window_left, variant.window_right)
-    keys += _far_sinks(shape.length, variant.window_left, variant.sinks)
-    width = variant.num_heads * (variant.head_dim + variant.value_dim)
-    exact = 2.0 * keys * width
-    features = variant.feature_dim
-    near = CHUNK * variant.num_heads * (features + variant.value_dim) if features else 0
-    sums = 4.0 * features * variant.value_dim * variant.num_heads
+    keys = sum(_exact_keys(variant, part, shape.length) for part in variant.parts)
+    exact = 2.0 * keys * (variant.head_dim + variant.value_dim)
+    features, linear_heads = variant.feature_dim, sum(part.linear for part in variant.parts)
+    near = CHUNK * linear_heads * (features + variant.value_dim)
+    sums = 4.0 * features * variant.value_dim * linear_heads
     return shape.batch * shape.length * (exact + near + sums + _map_flops(variant))
 
 
 @state_bytes.register
 def _(variant: HybridVariant, shape: Shape) -> float | Rejection:
-    window = variant.window_left if variant.has_window else -2
-    kept = _cache(variant, shape.length, window, variant.sinks)
-    features = variant.feature_dim
-    return shape.batch * (kept + 4.0 * variant.num_kv_heads * features * (variant.value_dim + 1))
+    total = 0.0
+    group = variant.heads.group
+    for kv_head in range(variant.num_kv_heads):
+        # Query heads of one key/value head share its cache: the one that reaches furthest counts.
+        parts = variant.parts[kv_head * group : (kv_head + 1) * group]
+        total += max(_kept_keys(variant, part, shape.length) for part in parts) * (
+            variant.head_dim + variant.value_dim
+        )
+        if any(part.linear for part in parts):
+            total += variant.feature_dim * (variant.value_dim + 1)
+    return shape.batch * 4.0 * total
 
 
 @flops.register
@@ -222,7 +225,7 @@ def _(variant: BlockSparseVariant, shape: Shape) -> float | Rejection:
 
 @state_bytes.register
 def _(variant: BlockSparseVariant, shape: Shape) -> float | Rejection:
-    return shape.batch * _cache(variant, shape.length, variant.window_left, 0)
+    return shape.batch * _cache(variant, shape.length, variant.window_left)
 
 
 @flops.register
@@ -256,6 +259,23 @@ def band_keys(length: int, left: int, right: int) -> float:
     return 1.0 + one_side(left) + one_side(right)
 
 
+def _exact_keys(variant: HybridVariant, part: HeadPart, length: int) -> float:
+    """Mean number of keys that a query of this head meets by exact scores."""
+    if part.is_dense:
+        return band_keys(length, variant.allowed_left, variant.allowed_right)
+    near = band_keys(length, part.window_left, part.window_right) if part.has_window else 0.0
+    return near + _far_sinks(length, part.window_left, part.sinks)
+
+
+def _kept_keys(variant: HybridVariant, part: HeadPart, length: int) -> int:
+    """Keys that later queries of this head read."""
+    if part.is_dense:
+        left = variant.allowed_left
+        return length if left == UNLIMITED else min(length, left + 1)
+    window = part.window_left + 1 if part.has_window else 0
+    return min(length, window + part.sinks)
+
+
 def _far_sinks(length: int, left: int, sinks: int) -> float:
     """Mean number of sinks before a query's window; ``left`` = -1: there is no window."""
     beyond = max(0, length - 1 - left)  # queries whose window does not reach the first token
@@ -263,20 +283,17 @@ def _far_sinks(length: int, left: int, sinks: int) -> float:
     return (rising * (rising + 1) / 2 + sinks * (beyond - rising)) / length
 
 
-def _cache(
-    variant: AttentionVariant | HybridVariant | BlockSparseVariant,
-    length: int,
-    left: int,
-    sinks: int,
-) -> float:
-    """Bytes of keys and values that later queries read; ``left`` = -2: none but the sinks."""
-    keys = length if left == UNLIMITED else min(length, left + 1 + sinks)
+def _cache(variant: AttentionVariant | BlockSparseVariant, length: int, left: int) -> float:
+    """Bytes of keys and values that later queries read."""
+    keys = length if left == UNLIMITED else min(length, left + 1)
     return 4.0 * keys * variant.num_kv_heads * (variant.head_dim + variant.value_dim)
 
 
 def _map_flops(variant: HybridVariant) -> float:
     """Products of the feature map's weights with queries and keys."""
-    return 2.0 * variant.head_dim * variant.map_dim * (variant.num_heads + variant.num_kv_heads)
+    linear = [head for head, part in enumerate(variant.parts) if part.linear]
+    readers = len(linear) + len({head // variant.heads.group for head in linear})
+    return 2.0 * variant.head_dim * variant.map_dim * readers
 
 
 def cheapest_length(

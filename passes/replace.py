@@ -41,7 +41,7 @@ def replace_sites(
         site, params = assignment.site, assignment.params
         prepared = assignment.method.prepare(site, params)
         attention = assignment.method.lower(site, params)
-        tensors = assignment.method.tensors(site, params)
+        tensors = assignment.tensors()
         node = nodes[site.name]
         same = (node.op_type, node.overload) == (attention.op_type, attention.overload)
         steps = None if carrier is None else carrier.steps(node, site, attention)

@@ -101,7 +101,7 @@ class Engine:
     weights: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     _pieces: dict[str, _Opened] = field(default_factory=dict)
     _attentions: dict[str, _Opened] = field(default_factory=dict)
-    _models: dict[tuple[int, str], _SiteModel] = field(default_factory=dict)
+    _models: dict[tuple[int, str, str], _SiteModel] = field(default_factory=dict)
 
     def fresh(self) -> Engine:
         """One that shares the sessions of attentions, but none that weights may change."""
@@ -232,7 +232,10 @@ class Engine:
     def _attention(
         self, split_site: SplitSite, assignment: Assignment | None, values: Mapping[str, Array]
     ) -> _Opened:
-        place = (split_site.site.index, "" if assignment is None else assignment.text)
+        place = (split_site.site.index, "", "")
+        if assignment is not None:
+            digest = "" if assignment.fitted is None else assignment.fitted.digest
+            place = (split_site.site.index, assignment.text, digest)
         if place not in self._models:
             dtypes = {role: array.dtype for role, array in values.items()}
             self._models[place] = _site_model(

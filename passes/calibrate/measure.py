@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,10 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.kernels.operator import UNLIMITED
+from subquad.passes.calibrate.branches import has_branches, linear_off
+from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
 from subquad.passes.calibrate.engine import Engine, State, site_variants
+from subquad.passes.calibrate.fitted import Fitted, Sample
 from subquad.passes.calibrate.score import Scorer
 from subquad.passes.calibrate.statistics import SiteStatistics, StatisticsCollector
-from subquad.passes.methods import METHODS, get_method, method_text, parse_method
+from subquad.passes.methods import METHODS, get_method, method_text, parse_method, window
 from subquad.passes.methods.base import Method, Wanted
 from subquad.passes.plan import DENSE, Assignment, declined_by
 from subquad.passes.prices import Prices, Shape
@@ -36,105 +39,14 @@ from subquad.runtime.samples import Batch
 NEGLIGIBLE = 1e-4
 """Relative error at which a method's more expensive candidates are not tried any more."""
 
+PARTIAL_ERRORS = (0.01, 0.03, 0.1)
+"""Relative errors up to which heads are replaced alone, the least ones first."""
+
 SMALLEST_DAMAGE = 1e-9
 """Below it a damage is rounding; the sensitivity is then taken from the worst candidate."""
 
 
 _TINY = 1e-300
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One replacement of one site.
-
-    Attributes:
-        text: the method with its parameters.
-        errors: length -> relative error in the residual stream.
-        densities: length -> share of the visible key blocks that a selector keeps; 1 without one.
-        price: sum over the lengths.
-    """
-
-    text: str
-    errors: Mapping[int, float]
-    densities: Mapping[int, float]
-    price: float
-
-    @property
-    def error(self) -> float:
-        """Worst length."""
-        return max(self.errors.values())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "method": self.text,
-            "errors": {str(length): error for length, error in self.errors.items()},
-            "densities": {str(length): value for length, value in self.densities.items()},
-            "price": self.price,
-        }
-
-    @staticmethod
-    def from_json(raw: Mapping[str, Any]) -> Candidate:
-        return Candidate(
-            raw["method"],
-            {int(length): error for length, error in raw["errors"].items()},
-            {int(length): value for length, value in raw["densities"].items()},
-            raw["price"],
-        )
-
-
-@dataclass(frozen=True)
-class SiteMeasurement:
-    """Everything measured at one site.
-
-    Attributes:
-        name, index: of the site.
-        exact_price: of the attention as it is, over all lengths.
-        sensitivity: damage per squared error; ``None`` if there was nothing to follow.
-        error_in: where errors are measured: ``residual stream``, ``projection`` or ``heads``.
-        statistics: of its heads.
-        candidates: in the order of their methods.
-        declined: method -> why it has no candidate here.
-    """
-
-    name: str
-    index: int
-    exact_price: float
-    sensitivity: float | None
-    error_in: str
-    statistics: SiteStatistics
-    candidates: tuple[Candidate, ...]
-    declined: Mapping[str, str]
-
-    def damage(self, candidate: Candidate | None) -> float:
-        """Predicted damage of one candidate; exact attention does none."""
-        if candidate is None:
-            return 0.0
-        return (self.sensitivity or 0.0) * candidate.error**2
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "index": self.index,
-            "exact_price": self.exact_price,
-            "sensitivity": self.sensitivity,
-            "error_in": self.error_in,
-            "statistics": self.statistics.to_json(),
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-            "declined": dict(self.declined),
-        }
-
-    @staticmethod
-    def from_json(raw: Mapping[str, Any]) -> SiteMeasurement:
-        return SiteMeasurement(
-            name=raw["name"],
-            index=raw["index"],
-            exact_price=raw["exact_price"],
-            sensitivity=raw["sensitivity"],
-            error_in=raw["error_in"],
-            statistics=SiteStatistics.from_json(raw["statistics"]),
-            candidates=tuple(Candidate.from_json(item) for item in raw["candidates"]),
-            declined=raw["declined"],
-        )
 
 
 @dataclass(frozen=True)
@@ -290,6 +202,7 @@ class _Site:
                 declined[method.name] = found.reason
             else:
                 candidates += found
+        candidates += self._plain_windows(candidates, measured, exact)
         whole = any(item.stream is not None for item in exact)
         known = not isinstance(self._split_site.projection, str)
         where = "residual stream" if whole else "projection" if known else "heads"
@@ -307,8 +220,11 @@ class _Site:
     def _statistics(self, states: Sequence[State]) -> SiteStatistics:
         collector = StatisticsCollector(self._site)
         for state in states:
-            collector.add({role: state[name] for role, name in self._split_site.inputs.items()})
+            collector.add(self._inputs(state))
         return collector.result()
+
+    def _inputs(self, state: State) -> Sample:
+        return {role: state[name] for role, name in self._split_site.inputs.items()}
 
     def _exact_price(self) -> float:
         exact = get_method(DENSE)
@@ -358,7 +274,56 @@ class _Site:
             if candidate.error < NEGLIGIBLE:
                 break
         found += self._mixes(method, tried, states, exact)
+        found += self._some_heads(method, tried, states, exact)
         return found or refusal
+
+    def _some_heads(
+        self,
+        method: Method[Any],
+        tried: Sequence[tuple[Any, HeadCosts]],
+        states: Sequence[State],
+        exact: Sequence[_Exact],
+    ) -> list[Candidate]:
+        """Candidates that replace only the heads of small error, where a method can do that."""
+        found: list[Candidate] = []
+        if not tried:
+            return found
+        params, heads = tried[-1]
+        order = np.argsort(heads.errors, kind="stable")
+        sums = np.cumsum(heads.errors[order])
+        counts = {int((sums <= limit**2).sum()) for limit in PARTIAL_ERRORS}
+        for count in sorted(counts - {0, len(order)}):
+            chosen = {int(head) for head in order[:count]}
+            some = method.mixed([params if h in chosen else None for h in range(len(order))])
+            if some is None:
+                break
+            assignment = Assignment(self._site, method, some)
+            made = self._candidate(method_text(method, some), assignment, states, exact)
+            if not isinstance(made, Rejection):
+                found.append(made[0])
+        return found
+
+    def _plain_windows(
+        self,
+        candidates: Sequence[Candidate],
+        states: Sequence[State],
+        exact: Sequence[_Exact],
+    ) -> list[Candidate]:
+        """For every hybrid, the window that is left without its linear part."""
+        if self._question.methods and window.METHOD.name not in self._question.methods:
+            return []
+        known = {candidate.text for candidate in candidates}
+        found = []
+        for candidate in candidates:
+            hybrid = assignment_of(self._site, candidate.text)
+            if not has_branches(hybrid) or linear_off(hybrid).text in known:
+                continue
+            plain = linear_off(hybrid)
+            known.add(plain.text)
+            made = self._candidate(plain.text, plain, states, exact)
+            if not isinstance(made, Rejection):
+                found.append(made[0])
+        return found
 
     def _mixes(
         self,
@@ -402,6 +367,10 @@ class _Site:
         selects = any(hasattr(variant, "block") for variant in site_variants(assignment))
         if not selects and price >= self._exact_price():
             return Rejection(f"{text} costs as much as the exact attention at these lengths")
+        fitted = assignment.method.calibrate(
+            self._site, assignment.params, [self._inputs(state) for state in states]
+        )
+        assignment = replace(assignment, fitted=fitted)
         squares: dict[int, list[float]] = {}
         densities: dict[int, list[float]] = {}
         heads = HeadCosts(np.zeros(self._site.num_heads), None)
@@ -426,7 +395,7 @@ class _Site:
         errors = {
             n: math.sqrt(error / base) if base else 0.0 for n, (error, base) in squares.items()
         }
-        return Candidate(text, errors, means, price), heads
+        return Candidate(text, errors, means, price, fitted), heads
 
     def _head_errors(self, change: NDArray[np.float32]) -> NDArray[np.float64]:
         """Squared change of the projected output by each head alone, ``[heads]``.
@@ -459,7 +428,9 @@ class _Site:
         self, candidates: Sequence[Candidate], probes: Sequence[State]
     ) -> float | None:
         """Damage per squared error, from the candidate of middle error."""
-        ordered = sorted(candidates, key=lambda item: item.error)
+        # Errors of linear attention are often too large to grow with their square.
+        plain = [item for item in candidates if item.fitted is None]
+        ordered = sorted(plain or candidates, key=lambda item: item.error)
         if not ordered:
             return None
         for chosen in (ordered[len(ordered) // 2], ordered[-1]):
@@ -469,7 +440,7 @@ class _Site:
         return damage / error**2 if error > 0 else 0.0
 
     def _follow(self, candidate: Candidate, probes: Sequence[State]) -> tuple[float, float]:
-        assignment = assignment_of(self._site, candidate.text)
+        assignment = assignment_of(self._site, candidate.text, candidate.fitted)
         changed, error, base = [], 0.0, 0.0
         for state in probes:
             exact = self._engine.attention(self._rank, state, None).output
@@ -504,10 +475,10 @@ def site_price(
     return total
 
 
-def assignment_of(site: AttentionSite, text: str) -> Assignment:
+def assignment_of(site: AttentionSite, text: str, fitted: Fitted | None = None) -> Assignment:
     """``text`` applied to ``site``."""
     method, params = parse_method(text)
-    return Assignment(site, method, params)
+    return Assignment(site, method, params, fitted=fitted)
 
 
 def visible_blocks(mask: MaskPredicate, query_len: int, kv_len: int, block: int) -> int:

@@ -43,12 +43,15 @@ class Score:
         damage: what the search minimises: mean KL, or the squared relative error of the outputs
             where there are no logits.
         custom: score of the user's metric; higher is better.
+        terms: the damage of single positions, whose mean is the damage of their length, to compare
+            two runs in pairs; not kept on disk.
     """
 
     metrics: Mapping[str, float | None]
     errors: Mapping[str, float]
     damage: float
     custom: float | None = None
+    terms: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -73,6 +76,7 @@ class _Group:
     rises: list[float] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     outputs: dict[str, Difference] = field(default_factory=dict)
+    squares: list[float] = field(default_factory=list)
 
 
 class Scorer:
@@ -143,6 +147,8 @@ class Scorer:
                 difference = group.outputs.setdefault(spec.name, Difference())
                 if not spec.is_logits:
                     difference.add(known, vectors)
+                    square = np.square(np.subtract(vectors, known, dtype=np.float64)).sum(axis=1)
+                    group.squares += [float(x) for x in square]
                     continue
                 at, log_p, nll = known
                 self._add_logits(group, at, log_p, nll, vectors, labels)
@@ -225,7 +231,15 @@ def _summary(groups: Sequence[_Group]) -> Score:
         },
         errors={name: max(values)[1] for name, values in errors.items() if values},
         damage=max(damages, default=0.0),
+        terms=np.concatenate([_terms(group) for group in groups]) if groups else None,
     )
+
+
+def _terms(group: _Group) -> NDArray[np.float64]:
+    if group.sampled:
+        return np.array(group.kl)
+    total = sum(item.squared_reference for item in group.outputs.values())
+    return np.array(group.squares) * (len(group.squares) / max(total, 1e-300))
 
 
 def _standard_error(values: Sequence[float], weights: Sequence[int]) -> float:

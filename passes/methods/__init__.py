@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from subquad.passes.methods import block_sparse, dense, elu, hedgehog, lolcats, window
+from subquad.passes.methods import (
+    block_sparse,
+    dense,
+    elu,
+    hedgehog,
+    lolcats,
+    static,
+    window,
+)
 from subquad.passes.methods.base import Method, Parameters
 from subquad.runtime.errors import UsageError
 
@@ -18,6 +26,7 @@ METHODS: tuple[Method[Any], ...] = (
     block_sparse.METHOD,
     hedgehog.METHOD,
     lolcats.METHOD,
+    static.METHOD,
 )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.kernels.operator import OperatorVariant
+from subquad.passes.calibrate.fitted import Fitted, Sample
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import Rejection, UsageError
@@ -24,7 +25,7 @@ LARGEST_PARAMETER = 2**31 - 1
 WHOLE = 0
 """Piece granularity of a method whose prefill cannot be cut."""
 
-Value = int | float | str | tuple[float, ...]
+Value = int | float | str | tuple[float, ...] | tuple[int, ...]
 """What a parameter may be."""
 
 
@@ -44,6 +45,15 @@ def numbers(meaning: str, *, low: float, high: float, default: float | None = No
     Written ``0.97``, or ``0.9/0.95/0.9``.
     """
     metadata = {"meaning": meaning, "kind": float, "range": (low, high), "per_head": True}
+    return _field(metadata, default)
+
+
+def integers(meaning: str, *, low: int, high: int, default: int | None = None) -> Any:
+    """A dataclass field for one integer, or a tuple of one for every query head.
+
+    Written ``1``, or ``1/0/1``.
+    """
+    metadata = {"meaning": meaning, "kind": int, "range": (low, high), "per_head": True}
     return _field(metadata, default)
 
 
@@ -171,6 +181,7 @@ class Method(Protocol[P]):
         name: as written on the command line.
         paper: source of the formula.
         parameters: class of its parameters.
+        learns: whether it has tensors that ought to be fitted to activations.
     """
 
     @property
@@ -181,6 +192,9 @@ class Method(Protocol[P]):
 
     @property
     def parameters(self) -> type[Parameters]: ...
+
+    @property
+    def learns(self) -> bool: ...
 
     def causal_granularity(self, params: P) -> int:
         """How exact causality is, in tokens; 1: exact.
@@ -209,6 +223,12 @@ class Method(Protocol[P]):
     def tensors(self, site: AttentionSite, params: P) -> Mapping[str, NDArray[np.generic]]:
         """Constants, by the name of the input they are; initializers ``<site>.<input>``."""
 
+    def calibrate(self, site: AttentionSite, params: P, samples: Sequence[Sample]) -> Fitted | None:
+        """Values for some of the tensors, from inputs of the exact attention.
+
+        ``None``: the method has none to fit. Same inputs, same values.
+        """
+
     def candidates(
         self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[Any] | Rejection:
@@ -217,10 +237,10 @@ class Method(Protocol[P]):
         The planner stops at the first whose error is negligible.
         """
 
-    def mixed(self, per_head: Sequence[P]) -> Any | None:
+    def mixed(self, per_head: Sequence[Any | None]) -> Any | None:
         """Parameters that give each query head its own of ``per_head``, some of ``candidates``.
 
-        ``None``: they cannot be mixed.
+        A head's own may be ``None``: it stays exact. ``None``: they cannot be mixed so.
         """
 
 
@@ -229,6 +249,8 @@ class OneNode:
 
     Others override what differs.
     """
+
+    learns: bool = False
 
     def causal_granularity(self, params: Any) -> int:
         return 1
@@ -242,10 +264,15 @@ class OneNode:
     def tensors(self, site: AttentionSite, params: Any) -> Mapping[str, NDArray[np.generic]]:
         return {}
 
+    def calibrate(
+        self, site: AttentionSite, params: Any, samples: Sequence[Sample]
+    ) -> Fitted | None:
+        return None
+
     def candidates(
         self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[Any] | Rejection:
         return Rejection("names no candidates; it is used by --force only")
 
-    def mixed(self, per_head: Sequence[Any]) -> Any | None:
+    def mixed(self, per_head: Sequence[Any | None]) -> Any | None:
         return None

@@ -162,12 +162,17 @@ class BlockSparseMethod(OneNode):
         selector = "causal" if wanted.strict_causal else "pooled"
         return [BlockSparseParameters(tau=tau, selector=selector) for tau in TAUS]
 
-    def mixed(self, per_head: Sequence[BlockSparseParameters]) -> BlockSparseParameters | None:
-        taus = tuple(p.tau for p in per_head if not isinstance(p.tau, tuple))
-        alike = {replace(params, tau=0.0) for params in per_head}
-        if len(alike) > 1 or len(taus) < len(per_head):
+    def mixed(
+        self, per_head: Sequence[BlockSparseParameters | None]
+    ) -> BlockSparseParameters | None:
+        kept = [params for params in per_head if params is not None]
+        if len(kept) < len(per_head):
             return None
-        return replace(per_head[0], tau=taus)
+        taus = tuple(p.tau for p in kept if not isinstance(p.tau, tuple))
+        alike = {replace(params, tau=0.0) for params in kept}
+        if len(alike) > 1 or len(taus) < len(kept):
+            return None
+        return replace(kept[0], tau=taus)
 
 
 def _reach(site: AttentionSite) -> int:

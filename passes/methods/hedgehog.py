@@ -7,8 +7,8 @@ over the keys i may see; one map per query head and one per key/value head, on u
 keys. Zhang et al., 2024, "The Hedgehog & the Porcupine" (https://arxiv.org/abs/2402.04347), eq. 6;
 the normalisation and the start at W = 2 I, b = 0 are those of flash-linear-attention. The maps are
 the initializers ``<site>.query_map`` and ``<site>.key_map``, ``[heads, head_dim + 1, dims]`` with b
-in the last row. They are meant to be calibrated: as they start, they spread weight far more than
-softmax does.
+in the last row. They are fitted by ``passes/calibrate/feature_fit.py``: as they start, they spread
+weight far more than softmax does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from subquad.kernels.hybrid.feature_maps import HEDGEHOG
 from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.passes.calibrate.feature_fit import fit_feature_maps
+from subquad.passes.calibrate.fitted import Fitted, Sample
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, Wanted, parameter
 from subquad.passes.methods.hybrid_site import (
@@ -48,6 +50,7 @@ class HedgehogMethod(OneNode):
     name: str = "hedgehog"
     paper: str = "Zhang et al., 2024, https://arxiv.org/abs/2402.04347"
     parameters: type[HedgehogParameters] = HedgehogParameters
+    learns: bool = True
 
     def supports(self, site: AttentionSite, params: HedgehogParameters) -> Rejection | None:
         return linear_rejection(site)
@@ -60,10 +63,16 @@ class HedgehogMethod(OneNode):
     ) -> Mapping[str, NDArray[np.generic]]:
         return identity_maps(site, params.dims or site.head_dim, START)
 
+    def calibrate(
+        self, site: AttentionSite, params: HedgehogParameters, samples: Sequence[Sample]
+    ) -> Fitted:
+        variant = self.lower(site, params)
+        return fit_feature_maps(site, variant, self.tensors(site, params), samples)
+
     def candidates(
         self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[HedgehogParameters] | Rejection:
-        return Rejection("its feature maps need calibration first (use --force)")
+        return [HedgehogParameters()]
 
 
 METHOD = HedgehogMethod()

@@ -12,7 +12,7 @@ maximum, and the result is softmax if phi_q . phi_k = e^s.
 
 ``g`` is the initializer ``<site>.window_gain``, the maps are ``<site>.query_map`` and
 ``<site>.key_map``, ``[heads, head_dim + 1, dims]`` with b in the last row (the paper has none; it
-starts at 0, as does W at the identity). They are meant to be calibrated.
+starts at 0, as does W at the identity). They are fitted by ``passes/calibrate/feature_fit.py``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 from subquad.kernels.hybrid.feature_maps import SOFTMAX_PAIR
 from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.passes.calibrate.feature_fit import fit_feature_maps
+from subquad.passes.calibrate.fitted import Fitted, Sample
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, Wanted, choice, parameter
 from subquad.passes.methods.hybrid_site import (
@@ -39,6 +41,10 @@ from subquad.runtime.errors import Rejection
 
 START_GAIN = 0.1
 START = 1.0
+
+SIZES = (64, 256)
+"""Windows that the planner tries; with sinks, since features cannot follow the mass on them."""
+SINKS = 4
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class LolcatsMethod(OneNode):
     name: str = "lolcats"
     paper: str = "Zhang et al., 2024, https://arxiv.org/abs/2410.10254"
     parameters: type[LolcatsParameters] = LolcatsParameters
+    learns: bool = True
 
     def supports(self, site: AttentionSite, params: LolcatsParameters) -> Rejection | None:
         return window_rejection(site) or linear_rejection(site)
@@ -86,10 +93,17 @@ class LolcatsMethod(OneNode):
             tensors["window_gain"] = np.full(site.num_heads, START_GAIN, dtype=np.float32)
         return tensors
 
+    def calibrate(
+        self, site: AttentionSite, params: LolcatsParameters, samples: Sequence[Sample]
+    ) -> Fitted:
+        variant = self.lower(site, params)
+        return fit_feature_maps(site, variant, self.tensors(site, params), samples)
+
     def candidates(
         self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted
     ) -> Sequence[LolcatsParameters] | Rejection:
-        return Rejection("its feature maps need calibration first (use --force)")
+        found = [LolcatsParameters(size, SINKS) for size in SIZES if size < max(wanted.lengths)]
+        return found or Rejection(f"these lengths lie within a window of {SIZES[0]} tokens")
 
 
 METHOD = LolcatsMethod()

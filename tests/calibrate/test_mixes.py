@@ -10,8 +10,9 @@ import pytest
 
 from exact_folder import VOCABULARY, ExactFolder
 from sites import make_site
+from subquad.passes.calibrate.candidates import SiteMeasurement
 from subquad.passes.calibrate.engine import Engine
-from subquad.passes.calibrate.measure import Question, SiteMeasurement, measure_sites, mix_levels
+from subquad.passes.calibrate.measure import Question, measure_sites, mix_levels
 from subquad.passes.methods import block_sparse, method_text, parse_method
 from subquad.passes.methods.base import Wanted
 from subquad.passes.prices import counted_flops

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sites import make_site
+from subquad.passes.calibrate.fitted import Fitted
 from subquad.passes.plan_file import PlanFile, SitePlan
 from subquad.runtime.errors import UsageError
 
@@ -32,6 +35,55 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(PLAN.dumps(), "utf-8")
     assert PlanFile.read(tmp_path / "plan.json") == PLAN
     assert PlanFile.read(tmp_path / "plan.json").dumps() == PLAN.dumps()
+
+
+def fitted_plan() -> PlanFile:
+    maps = {"query_map": np.ones((2, 9, 8), np.float32), "key_map": np.ones((2, 9, 8), np.float32)}
+    fitted = Fitted(maps, (0.5, 0.5), (0.1, 0.2))
+    return dataclasses.replace(PLAN, sites=(SitePlan("a", "hedgehog:dims=0", fitted=fitted),))
+
+
+def test_fitted_tensors_lie_beside_the_plan(tmp_path: Path) -> None:
+    plan = fitted_plan()
+    plan.write(tmp_path / "plan.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.json", "plan.tensors.npz"]
+    read = PlanFile.read(tmp_path / "plan.json")
+    assert read == plan and read.dumps() == plan.dumps()
+    first, *_ = read.assignments(SITES, source_hash="1234")
+    assert first.fitted is not None and (first.tensors()["key_map"] == 1).all()
+
+
+def test_an_edited_method_has_no_fitted_tensors(tmp_path: Path) -> None:
+    fitted_plan().write(tmp_path / "plan.json")
+    raw = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    raw["sites"][0]["method"] = "hedgehog:dims=4"
+    (tmp_path / "plan.json").write_text(json.dumps(raw), "utf-8")
+    first, *_ = PlanFile.read(tmp_path / "plan.json").assignments(SITES, source_hash="1234")
+    assert first.text == "hedgehog:dims=4" and first.fitted is None
+
+
+def test_fitted_tensors_that_are_missing_or_others(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = fitted_plan()
+    plan.write(path)
+    tensors = tmp_path / "plan.tensors.npz"
+    content = tensors.read_bytes()
+    tensors.unlink()
+    with pytest.raises(UsageError, match="cannot be read from"):
+        PlanFile.read(path)
+    tensors.write_bytes(content[:100])
+    with pytest.raises(UsageError, match="cannot be read from"):
+        PlanFile.read(path)
+    other = {f"a/{name}": np.zeros((2, 9, 8), np.float32) for name in ("query_map", "key_map")}
+    np.savez(tensors, **other)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="does not hold the tensors of this plan"):
+        PlanFile.read(path)
+
+
+def test_fitted_tensors_of_another_shape() -> None:
+    sites = (make_site("a", right=0, dims=(4, 4)),)
+    with pytest.raises(UsageError, match="has shape"):
+        fitted_plan().assignments(sites, source_hash="1234")
 
 
 def test_methods_are_assigned_and_may_decline() -> None:

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from subquad.passes.calibrate.measure import Candidate, SiteMeasurement
+from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
 from subquad.passes.calibrate.score import Score
 from subquad.passes.calibrate.statistics import SiteStatistics
-from subquad.passes.planner import Choice, PlanBudget, search, steps_of
+from subquad.passes.planner import Choice, PlanBudget, instead, search, steps_of
 from subquad.runtime.budget import Budget
 
 NOTHING = SiteStatistics(1, (0.0,), (0.0,), {}, {})
@@ -158,3 +158,15 @@ def test_a_user_s_metric_may_drop_by_its_drop() -> None:
 
     found = search(sites, PlanBudget(None, drop=5.0, base=90.0), judge)
     assert set(found.chosen.choice) == {0}
+
+
+def test_another_choice_is_taken_only_within_the_budget() -> None:
+    sites = [site(0, 1.0, [(0.1, 50), (0.3, 20)])]
+    limit = budget("kl=0.05")
+    found = search(sites, limit, Truth(sites))
+    (chosen,) = found.chosen.choice.values()
+    assert chosen.error == 0.1
+    worse = instead(found, sites, limit, Truth(sites), {0: sites[0].candidates[1]})
+    assert worse.chosen == found.chosen and len(worse.judged) == len(found.judged) + 1
+    exact = instead(found, sites, limit, Truth(sites), {})
+    assert exact.chosen.choice == {}

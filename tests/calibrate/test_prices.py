@@ -135,3 +135,23 @@ def test_latency_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     # Nothing in a plan could be compared with attentions that have no price.
     for exact, threads in (([LINEAR], 2), ([CAUSAL], 1)):
         assert "the cost table" in choose_prices("latency", threads, exact).source
+
+
+def test_heads_of_their_own_are_priced_one_by_one() -> None:
+    """Two dense heads, one with a window, one linear: a part of each price."""
+    parts = ((-1, -1, 0, 0), (-1, -1, 0, 0), (15, 0, 4, 0), (-1, -1, 0, 1))
+    mixed = replace(LINEAR, head_parts=parts)
+    shape = Shape(2, 300)
+    flops = counted_flops()
+
+    def quarter(variant: AttentionVariant | HybridVariant) -> float:
+        found = flops.price([variant], shape)
+        assert not isinstance(found, Rejection)
+        return found / 4
+
+    want = 2 * quarter(CAUSAL) + quarter(WINDOW) + quarter(LINEAR)
+    assert flops.price([mixed], shape) == pytest.approx(want)
+    # The dense heads read the first key/value head, the others the second.
+    cache = 4 * (8 + 6)
+    state = 4 * 8 * (6 + 1)
+    assert counted_memory().price([mixed], shape) == 2 * (300 * cache + 20 * cache + state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,22 @@ def test_reference_keeps_the_weights_of_the_source(
     want = session(source).run(["logits"], feeds)[0]
     got = session(folder / "out" / REFERENCE_NAME).run(["logits"], feeds)[0]
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_forced_methods_are_fitted_and_their_branches_reported(
+    source: Path, folder: Path, tmp_path: Path
+) -> None:
+    request = dataclasses.replace(REQUEST, settings=None)
+    selection = Selection.of(["lolcats:size=4@0"])
+    report = convert_and_distil(source, tmp_path / "out", selection, request, work=folder / "work")
+    facts = report.to_json()
+    (fit,) = facts["calibration"]
+    assert fit["method"].startswith("lolcats:size=4") and len(fit["after"]) == 4
+    assert np.mean(fit["after"]) < np.mean(fit["before"])
+    (seen,) = facts["branches"]
+    assert seen["name"] == fit["name"] and seen["window_off"]["damage"] > 0
+    assert "distillation" not in facts
+    assert all("not calibrated" not in site["reason"] for site in facts["sites"])
 
 
 def test_nothing_replaced_nothing_trained(source: Path, folder: Path, tmp_path: Path) -> None:

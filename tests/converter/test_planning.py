@@ -12,12 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import exact_folder
+from subquad.converter.budget_texts import parse_budget
 from subquad.converter.pipeline import convert
-from subquad.converter.planning import PlanRequest, convert_with_budget, parse_budget, plan_source
+from subquad.converter.planning import PlanRequest, convert_with_budget, plan_source
 from subquad.passes.calibrate.score import Scorer
+from subquad.passes.methods import lolcats
 from subquad.runtime.errors import BudgetError, UsageError
 
 SIZES: dict[str, Any] = {
@@ -116,10 +119,62 @@ def test_artifact_is_the_plan_s(source: Path, work: Path, plan: Any, tmp_path: P
     assert [record["method"] for record in report.sites] == [
         site.method.partition(":")[0] for site in plan.plan.sites
     ]
-    (tmp_path / "plan.json").write_text(plan.plan.dumps(), "utf-8")
+    plan.plan.write(tmp_path / "plan.json")
     convert(source, tmp_path / "direct", plan=tmp_path / "plan.json")
     for name in FILES:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()
+
+
+LEARNED = PlanRequest(
+    budget=("kl=0.1",),
+    methods=("lolcats", "window"),
+    **SIZES | {"lengths": (320,), "calibration_tokens": 1280},
+)
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exact_folder.save_decoder(tmp_path_factory.mktemp("shallow") / "flat.onnx", layers=1)
+
+
+@pytest.fixture(scope="module")
+def learned(shallow: Path, work: Path) -> Any:
+    """A plan in which some attention has fitted maps: windows alone lose too much."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lolcats, "SIZES", (8,))
+        return plan_source(shallow, LEARNED, work=work)
+
+
+def test_learned_methods_are_candidates(learned: Any) -> None:
+    raw = learned.plan.to_json()
+    for site in raw["sites"]:
+        (hybrid,) = (c for c in site["candidates"] if c["method"].startswith("lolcats"))
+        (plain,) = (c for c in site["candidates"] if c["method"] == "window:size=8,sinks=4")
+        assert max(hybrid["errors"].values()) < max(plain["errors"].values())
+        assert plain["price"] < hybrid["price"] < site["exact_price"]
+        assert np.mean(hybrid["fitted"]["after"]) < np.mean(hybrid["fitted"]["before"])
+
+
+def test_branches_are_looked_at_and_fits_travel_with_the_plan(
+    shallow: Path, work: Path, learned: Any, tmp_path: Path
+) -> None:
+    hybrids = [site for site in learned.plan.sites if site.method.startswith("lolcats")]
+    assert hybrids, "some hybrid fits this budget"
+    assert all(site.fitted is not None and "branches" in site.facts for site in hybrids)
+    assert all("the linear part contributes" in site.why for site in hybrids)
+    learned.plan.write(tmp_path / "plan.json")
+    convert(shallow, tmp_path / "direct", plan=tmp_path / "plan.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lolcats, "SIZES", (8,))
+        request = dataclasses.replace(LEARNED, refit=False)
+        report = convert_with_budget(shallow, tmp_path / "out", request, work=work)
+    for name in FILES:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()
+    facts = report.to_json()
+    assert [seen["name"] for seen in facts["branches"]] == [
+        site.name for site in learned.plan.sites if "branches" in site.facts
+    ]
+    assert "linear part off" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -206,7 +261,7 @@ def metric(run: Any) -> float:
 def test_a_user_s_metric(source: Path, work: Path) -> None:
     request = PlanRequest(budget=(f"metric={__file__}:metric,drop=1e9",), **SIZES)
     found = plan_source(source, request, work=work).plan
-    assert {site.method.partition(":")[0] for site in found.sites} == {"window"}
+    assert all(site.method != "dense" for site in found.sites)
     assert "custom" in found.to_json()["measured"]
 
 
