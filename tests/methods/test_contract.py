@@ -270,7 +270,8 @@ def test_batch_rows_are_independent(lowered: Lowered, rng: np.random.Generator) 
     for name in ("query", "key", "value"):
         after = lowered.run(case.edited(name, lambda x: x[0].fill(2.5)))
         assert np.array_equal(after[1], before[1])
-        assert not np.array_equal(after[0], before[0])
+        matters = name != "query" or lowered.reads_query.any()
+        assert np.array_equal(after[0], before[0]) != matters
 
 
 @every_accepted
