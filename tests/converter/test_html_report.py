@@ -117,3 +117,20 @@ def test_a_browser_draws_it(artifact: Path, report: Any, tmp_path: Path) -> None
     page = _Page(done.stdout)
     assert page.tags.count("svg") >= 3
     assert report["planning"]["plan"]["sites"][0]["why"] in page.text
+
+
+def test_branches_of_hybrids_are_shown(report: Any) -> None:
+    off = {"metrics": {"kl": 0.75, "top1": None}, "damage": 0.5, "noise": 0.01}
+    report["branches"] = [
+        {
+            "name": "layer <3>",
+            "method": "lolcats:size=64",
+            "metrics": {"kl": 0.25, "top1": None},
+            "linear_off": off,
+            "window_off": off | {"metrics": {"kl": 1.5, "top1": None}},
+            "verdict": "the linear part contributes",
+        }
+    ]
+    text = _Page(html_report(report)).text
+    shown = "layer <3> lolcats:size=64 kl 0.25 0.75 1.5 the linear part contributes"
+    assert shown in text
