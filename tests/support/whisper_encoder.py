@@ -83,7 +83,7 @@ def _sound(path: Path) -> NDArray[np.float32]:
         sound = raw.reshape(-1, file.getnchannels()).mean(axis=1) / 32768
         rate = file.getframerate()
     wanted = np.arange(0, len(sound) / rate, 1 / _RATE)
-    return np.interp(wanted, np.arange(len(sound)) / rate, sound).astype(np.float32)
+    return np.asarray(np.interp(wanted, np.arange(len(sound)) / rate, sound), np.float32)
 
 
 def _read(blob: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
