@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,7 @@ def group_query(
     presents: bool = False,
     positions: bool = False,
     half: bool = False,
+    extra: bool = False,
     **attributes: Any,
 ) -> ir.Model:
     g = Graph()
@@ -195,7 +197,8 @@ def group_query(
         tables = list(TABLES[:, :, : HEAD // 4] if half else TABLES)
         attributes["do_rotary"] = 1
     operands += [None, None, g.input("last", INT32, [B]), g.input("total", INT32, [])]
-    operands += [*tables, g.input("positions", INT64, [B, N]) if positions else None, None]
+    operands += [*tables, g.input("positions", INT64, [B, N]) if positions else None]
+    operands.append(g.input("extra", FLOAT, [B, 1, N, N]) if extra else None)
     operands.append(np.array([0.5, -1, 2, 0], np.float32) if sinks else None)
     while operands[-1] is None:
         operands.pop()
@@ -227,6 +230,7 @@ def group_feeds(length: int) -> dict[str, NDArray[Any]]:
         "last": last.astype(np.int32),
         "total": np.array(length, np.int32),
         "positions": positions.astype(np.int64),
+        "extra": rng.standard_normal((3, 1, length, length)).astype(np.float32) * 2,
     }
 
 
@@ -246,13 +250,18 @@ def group_feeds(length: int) -> dict[str, NDArray[Any]]:
         ({"sinks": True}, "causal, sinks"),
         ({"smooth_softmax": 1}, "causal, sinks"),
         ({"sinks": True, "local_window_size": 5}, "causal, window 5, sinks"),
+        ({"extra": True}, "causal, bias computed from extra"),
     ],
 )
 def test_group_query(options: dict[str, Any], meaning: str) -> None:
+    check_group_query(options, meaning)
+
+
+def check_group_query(options: dict[str, Any], meaning: str) -> None:
     model = group_query(**options)
     copy, result = raised(model)
     site = only_site(result)
-    assert (site.source_form, site.describe()) == ("GroupQueryAttention", meaning)
+    assert (site.source_form, site.describe()) == ("GroupQueryAttention", meaning), options
     assert (site.num_heads, site.num_kv_heads) == (H, KV)
     assert site.softcap == options.get("softcap", 0.0)
     source, ours = Runner(model), Runner(copy)
@@ -264,6 +273,43 @@ def test_group_query(options: dict[str, Any], meaning: str) -> None:
         assert np.linalg.norm(want - got) <= 1e-5 * np.linalg.norm(want)
         for want, got in zip(wanted[1:], found[1:], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def random_options(seed: int) -> tuple[dict[str, Any], str]:
+    """Options of ``group_query`` in any combination, and what they mean."""
+    rng = random.Random(seed)
+    options: dict[str, Any] = {
+        "packed": rng.random() < 0.3,
+        "rotary": rng.random() < 0.5,
+        "sinks": rng.random() < 0.3,
+        "presents": rng.random() < 0.3,
+        "positions": rng.random() < 0.3,
+        "half": rng.random() < 0.3,
+        "extra": rng.random() < 0.3,
+        "rotary_interleaved": rng.randint(0, 1),
+        "smooth_softmax": 0,
+        "local_window_size": rng.choice((-1, -1, rng.randint(1, 12))),
+        "softcap": rng.choice((0.0, 0.0, 3.0, 4.5)),
+        "scale": rng.choice((0.0, 0.2, 0.21)),
+    }
+    if not options["sinks"]:
+        options["smooth_softmax"] = rng.randint(0, 1)
+    window = options["local_window_size"]
+    parts = ["causal"] if window < 0 else ["causal", f"window {window}"]
+    parts += ["bias computed from extra"] * options["extra"]
+    parts += ["sinks"] * (options["sinks"] or options["smooth_softmax"] == 1)
+    return options, ", ".join(parts)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_options(seed: int) -> None:
+    check_group_query(*random_options(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 300))
+def test_many_random_options(seed: int) -> None:
+    check_group_query(*random_options(seed))
 
 
 # --- left alone ----------------------------------------------------------------------------
