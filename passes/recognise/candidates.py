@@ -155,6 +155,9 @@ def read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
         raise OpaqueError("Attention with past key/value inputs: cached decoding is not raised yet")
     if nonpad is not None:
         raise OpaqueError("Attention with nonpad_kv_seqlen is not raised yet")
+    sizes = ("left_window_size", "right_window_size")
+    if any(int_attribute(node, name, -1) >= 0 for name in sizes):
+        raise OpaqueError("Attention with a window of its own, as of opset 25, is not read yet")
     used = [o.name for o in node.outputs[1:] if o.uses() or o.is_graph_output()]
     if used:
         raise OpaqueError(f"further outputs of Attention are used: {', '.join(map(str, used))}")

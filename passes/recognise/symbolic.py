@@ -105,15 +105,22 @@ class Interpreter:
         node = value.producer()
         if node is None:
             return _unread(value, "a value from outside the graph")
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+            tensor = ir.convenience.get_const_tensor(value)
+            return (
+                _unread(value, "a constant of another kind")
+                if tensor is None
+                else self._remembering(self._constant(tensor))
+            )
         handler = _handler(node, node.outputs.index(value))
         if handler is None:
             return _unread(value, f"operator {node.op_type} is outside the mask language")
         inputs = [None if v is None else self._known[v] for v in node.inputs]
         try:
-            tensor = handler(node, inputs)
+            result = handler(node, inputs)
         except OpaqueError as error:
             return _unread(value, str(error))
-        return tensor if tensor in inputs else self._remembering(tensor)
+        return result if result in inputs else self._remembering(result)
 
     def _constant(self, tensor: ir.TensorProtocol) -> SymbolicTensor:
         return from_constant(tensor)

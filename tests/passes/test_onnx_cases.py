@@ -46,4 +46,5 @@ def test_every_case_is_raised_or_declined() -> None:
     cases = cases_named("test_attention")
     assert len(cases) >= 186
     outcomes = Counter(outcome(case) for case in cases)
-    assert outcomes["raised"] >= 20, outcomes
+    # Half of them are the operator, half its expansion into other operators.
+    assert outcomes["raised"] >= 85, outcomes

@@ -47,6 +47,8 @@ class Zoo:
     described: bool = False
     """Whether ``sites`` are whole descriptions, not only masks."""
     gain: float = GAIN
+    routers: int = 0
+    """Softmaxes over experts: rejected, since they are no attention."""
 
 
 ENCODER_DECODER = {
@@ -141,10 +143,12 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention"],
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
+            "experts_implementation": "batched_mm",  # the one that exports
         },
         {"causal, window 16, key padding, sinks": 1, "causal, key padding, sinks": 1},
         spellings=("eager",),
         described=True,
+        routers=2,
     ),
     "mpt": Zoo(
         "MptForCausalLM",
@@ -200,8 +204,6 @@ def build(zoo: Zoo, spelling: str) -> tuple[Any, dict[str, Any], dict[str, dict[
     torch.manual_seed(0)
     config = getattr(transformers, zoo.config)(**zoo.options)
     config._attn_implementation = spelling
-    if zoo.config == "GptOssConfig":
-        config._experts_implementation = "batched_mm"  # the one that exports
     module = getattr(transformers, zoo.model)(config).eval()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -279,7 +281,8 @@ def test_zoo(name: str, spelling: str, trace: Callable[..., Any]) -> None:
     model = traced.model
     canonicalise(model)
     result = raise_attention(model)
-    assert not result.rejections
+    assert len(result.rejections) == zoo.routers
+    assert all("no attention" in rejection.reason for rejection in result.rejections)
     found = Counter(
         (site.describe() if zoo.described else site.mask.describe())
         + ("" if site.is_self else " (cross)")
