@@ -92,6 +92,42 @@ def must_table(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+def short_table(report: Report) -> str:
+    """Our kernel against the fastest operator of ONNX Runtime at every length of a workload."""
+    results = report["results"]
+    names = list(dict.fromkeys(item["workload"] for item in results))
+    lines = [f"{_where(report)} `{report['command']}`", ""]
+    for lengths in dict.fromkeys(_lengths(results, name) for name in names):
+        rows = [name for name in names if _lengths(results, name) == lengths]
+        lines += [f"| ours / fastest of ORT | {' | '.join(map(str, lengths))} |"]
+        lines += ["|" + "---|" * (len(lengths) + 1)]
+        for name in rows:
+            cells = [_short_cell(c) for c in results if c["workload"] == name]
+            lines.append(f"| {name.removeprefix('short_')} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _lengths(results: Sequence[Mapping[str, Any]], name: str) -> tuple[int, ...]:
+    return tuple(case["length"] for case in results if case["workload"] == name)
+
+
+def _short_cell(case: Mapping[str, Any]) -> str:
+    if "function" in case["contestants"][0]["label"]:
+        return "no kernel"
+    rivals = [item for item in case["contestants"] if not item["ours"]]
+    if not rivals:
+        return "no rival"
+    fastest = max(rivals, key=lambda item: item["ours_over_this"])
+    return f"{fastest['ours_over_this']:.2f}"
+
+
+def table(report: Report) -> str:
+    """The short form of a set that has one; "" for the others."""
+    forms = {"must": must_table, "short": short_table}
+    return forms[report["set"]](report) if report["set"] in forms else ""
+
+
 def as_markdown(report: Report) -> str:
     """All cases as tables, ours / theirs."""
     results = report["results"]
@@ -222,12 +258,12 @@ def replace_tables(text: str, report: Report) -> str:
     Raises:
         ValueError: no such marks.
     """
-    table = must_table(report) if report["set"] == "must" else as_markdown(report)
+    text_of_set = table(report) or as_markdown(report)
     start, end = f"<!-- benchmarks:{report['set']} -->", "<!-- /benchmarks -->"
     pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"no {start} ... {end}")
-    return pattern.sub(lambda _: f"{start}\n\n{table}\n{end}", text)
+    return pattern.sub(lambda _: f"{start}\n\n{text_of_set}\n{end}", text)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -246,7 +282,7 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         document.write_text(text, "utf-8")
     if not args.documents:
-        print(must_table(report) if report["set"] == "must" else as_markdown(report))
+        print(table(report) or as_markdown(report))
     return 0
 
 

@@ -3,6 +3,7 @@
     python benchmarks/run.py                         # the default set, within ten minutes
     python benchmarks/run.py --set must              # what must be reached, as a table
     python benchmarks/run.py --set full              # every length, one thread and all; hours
+    python benchmarks/run.py --set short --threads 1 # short sequences and decode steps
     python benchmarks/run.py --only linear_elu --lengths 4096 --threads 1 --clock cpu
     python benchmarks/run.py --only linear_elu --params rows=6,vectors=2 --params chunk=96
 
@@ -32,12 +33,18 @@ from subquad.kernels.example_inputs import example_inputs
 from subquad.kernels.host.build import build_kernels
 from subquad.kernels.operator import OperatorVariant
 from subquad.runtime.machine import describe_machine, usable_cores, versions
-from workloads import MUST, WORKLOADS, Entry, Workload
+from workloads import MUST, SHORT, WORKLOADS, Entry, Workload
 
 HERE = Path(__file__).resolve().parent
-SETS = ("default", "must", "full", "operators", "models")
+SETS = ("default", "must", "full", "operators", "models", "short")
 DEFAULT_LENGTHS = (512, 2048, 8192)
-SECONDS = {"default": 540.0, "must": 3600.0, "full": 4 * 3600.0, "operators": 540.0}
+SECONDS = {
+    "default": 540.0,
+    "must": 3600.0,
+    "full": 4 * 3600.0,
+    "operators": 540.0,
+    "short": 1800.0,
+}
 PACKAGES = ("subquad", "onnxruntime", "torch", "transformers", "apache-tvm", "numpy")
 
 COMPARED_ROWS = 32
@@ -252,7 +259,7 @@ def choose(
             named = args.only is not None and item.name in args.only
             if args.only is not None and not named:
                 continue
-            full = args.set == "full" or named or wanted is not None
+            full = args.set in ("full", "short") or named or wanted is not None
             if item.slow and not full:
                 continue
             lengths = args.lengths or [
@@ -266,7 +273,10 @@ def choose(
                         chosen.append((item, length, count))
         return chosen
 
-    operators = [] if args.set == "models" else pairs(WORKLOADS, True)
+    if args.set == "short":
+        return pairs(SHORT, True), []
+    named = SHORT if args.only is not None else ()
+    operators = [] if args.set == "models" else pairs((*WORKLOADS, *named), True)
     whole = [] if args.set == "operators" else pairs(whole_models.MODELS, True)
     return operators, whole
 
@@ -280,7 +290,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [item.name for item in WORKLOADS] + [item.name for item in whole_models.MODELS]
+    names = [item.name for item in (*WORKLOADS, *SHORT, *whole_models.MODELS)]
     parser.add_argument("--set", choices=SETS, default="default")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--lengths", type=int, nargs="+")
@@ -328,7 +338,7 @@ def main(arguments: Sequence[str]) -> int:
     for item in whole:
         say(f"preparing {item[0].name}")
         cases.append(model_case(*item, slow=slow, must=must))
-    custom = args.only is not None or args.lengths is not None
+    custom = args.set != "short" and (args.only is not None or args.lengths is not None)
     name = "custom" if custom else args.set
     total = args.time or SECONDS.get(args.set, 3600.0)
     settings = Settings(args.rounds, total - (time.monotonic() - started), args.clock)
@@ -361,7 +371,7 @@ def main(arguments: Sequence[str]) -> int:
     text = render.as_markdown(report)
     output.with_suffix(".md").write_text(text, "utf-8")
     render.plot(report, output.with_suffix(".png"))
-    print(render.must_table(report) if args.set == "must" else text)
+    print(render.table(report) or text)
     return 0
 
 

@@ -272,6 +272,35 @@ WORKLOADS: tuple[Workload, ...] = (
 )
 
 
+SHORT_LENGTHS = (1, 7, 16, 32, 64, 128, 256, 512)
+STEP_LENGTHS = (1, 16, 128, 512, 2048, 8192)
+
+
+def short(kind: Literal["encoder", "causal", "step"], dim: int, batch: int) -> Workload:
+    """Dense attention where a call takes microseconds, or a decode step (one query)."""
+    sizes = (12, 12, dim, dim, dim**-0.5)
+    # One query at the end sees every key, so a step needs no causal mask.
+    variant = AttentionVariant(*sizes, window_right=0 if kind == "causal" else -1)
+    fused = "ORT GroupQueryAttention" if kind == "causal" else "ORT MultiHeadAttention"
+    return Workload(
+        f"short_{kind}_d{dim}_b{batch}",
+        ours(variant) + rivals(variant, fused, "ORT Attention"),
+        softmax_flops(variant),
+        lengths=STEP_LENGTHS if kind == "step" else SHORT_LENGTHS,
+        batch=batch,
+        queries=1 if kind == "step" else None,
+    )
+
+
+SHORT: tuple[Workload, ...] = tuple(
+    short(kind, dim, batch)
+    for kind in ("encoder", "causal", "step")
+    for dim in (32, 64, 128)
+    for batch in (1, 8)
+)
+"""What must not be slower than any operator of ONNX Runtime; a set of its own."""
+
+
 @dataclass(frozen=True)
 class Must:
     """One row of what must be reached.
@@ -338,7 +367,7 @@ MUST: tuple[Must, ...] = (
 
 
 def by_name() -> Mapping[str, Workload]:
-    return {workload.name: workload for workload in WORKLOADS}
+    return {workload.name: workload for workload in (*WORKLOADS, *SHORT)}
 
 
 def with_parameters(workload: Workload, labels: tuple[str, ...]) -> Workload:

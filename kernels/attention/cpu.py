@@ -36,9 +36,10 @@ class AttentionCpuTemplate:
 
         from subquad.kernels.templates.dense import Band, ExactSet, emit_exact
         from subquad.kernels.templates.exact import exact_tile
+        from subquad.kernels.templates.few_rows import FEW_ROWS
         from subquad.kernels.templates.function import attention_function
         from subquad.kernels.templates.rows import Buffers, list_keys
-        from subquad.kernels.templates.split import FEW_ROWS, emit_split, narrow_tile
+        from subquad.kernels.templates.split import emit_split
         from subquad.kernels.templates.terms import Terms
 
         assert isinstance(variant, AttentionVariant)
@@ -61,7 +62,7 @@ class AttentionCpuTemplate:
             keys = list_keys(buffers)
             with T.If(buffers.query.shape[2] * heads.group <= FEW_ROWS):
                 with T.Then():
-                    emit_split(buffers, keys, heads, narrow_tile(tile), exact_set, *shared)
+                    emit_split(buffers, keys, heads, tile, exact_set, *shared)
                 with T.Else():
                     emit_exact(buffers, keys, heads, tile, [exact_set], *shared)
 

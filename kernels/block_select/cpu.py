@@ -10,7 +10,8 @@ from subquad.kernels.block_select.estimators import CAUSAL, POOLED, get_estimato
 from subquad.kernels.block_select.semantics import BlockSelectVariant
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
-from subquad.kernels.templates.parameters import TileParameters
+from subquad.kernels.templates.parameters import VectorParameters
+from subquad.kernels.templates.space import Space
 from subquad.runtime.errors import Rejection
 
 KERNEL_ESTIMATORS = (POOLED.name, CAUSAL.name)
@@ -18,7 +19,7 @@ KERNEL_ESTIMATORS = (POOLED.name, CAUSAL.name)
 
 @dataclass(frozen=True)
 class BlockSelectCpuTemplate:
-    """See ``KernelTemplate``. Of the tile parameters only ``lanes`` matters."""
+    """See ``TunableTemplate``."""
 
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, BlockSelectVariant):
@@ -30,11 +31,16 @@ class BlockSelectCpuTemplate:
             )
         return None
 
+    def space(self, variant: OperatorVariant, target: CpuTarget) -> Space:
+        return VectorParameters.space(target)
+
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
         from subquad.kernels.templates.block_select import Selection, emit_select
         from subquad.kernels.templates.function import attention_function
+        from subquad.kernels.templates.products import Panel
 
         assert isinstance(variant, BlockSelectVariant)
+        sizes = VectorParameters().override(params)
         selection = Selection(
             block=variant.block,
             sinks=variant.sinks,
@@ -44,7 +50,7 @@ class BlockSelectCpuTemplate:
             right=variant.window_right,
             takes_previous=variant.estimator == CAUSAL.name,
             ranks_own=get_estimator(variant.estimator).reads_later_queries,
-            lanes=TileParameters().override(params).lanes,
+            panel=Panel(sizes.lanes, sizes.vectors),
         )
         return attention_function(
             variant, lambda buffers: emit_select(buffers, variant.heads, selection)

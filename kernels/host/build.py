@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 from subquad.kernels.gpu import GpuTarget
 from subquad.kernels.host.table import library_source
-from subquad.kernels.host.targets import CPU_TARGETS, host_targets
+from subquad.kernels.host.targets import host_targets
 from subquad.kernels.kernel import (
     CPU_TEMPLATES,
     CpuTarget,
@@ -35,15 +34,11 @@ from subquad.kernels.kernel import (
 )
 from subquad.kernels.operator import OperatorVariant
 from subquad.runtime.errors import Rejection
+from subquad.runtime.kernel_tools import TVM_SERIES, compiler, missing_kernel_tools
 
 logger = logging.getLogger(__name__)
 
 LIBRARY_NAME = "libsubquad_kernels.so"
-COMPILERS = ("c++", "g++", "clang++")
-TVM_PACKAGE = "apache-tvm"
-TVM_SERIES = {TVM_PACKAGE: "0.27", "apache-tvm-ffi": "0.1"}
-"""The calling convention of kernel objects (``tvm_abi.h``) is that of these releases."""
-
 KERNEL_SECONDS = 300.0
 """A kernel that takes longer to compile is given up."""
 
@@ -250,28 +245,8 @@ def build_candidates(
 
 def missing_tools() -> Rejection | None:
     """Why no kernel can be built on this machine; ``None`` if all tools are there."""
-    if sys.platform != "linux" or platform.machine() not in CPU_TARGETS:
-        return Rejection(
-            f"kernels are built on Linux x86-64 only, this is {sys.platform} {platform.machine()}"
-        )
-    for package, series in TVM_SERIES.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            return Rejection(f"{package} is not installed: pip install 'subquad[kernels]'")
-        if not f"{found}.".startswith(f"{series}."):
-            return Rejection(
-                f"{package} is {found}, kernels need {series}.*: pip install 'subquad[kernels]'"
-            )
-    if compiler() is None:
-        return Rejection(f"no C++ compiler was found ({', '.join(COMPILERS)}, or $CXX)")
-    return None
-
-
-def compiler() -> str | None:
-    """Path of the C++ compiler: ``$CXX`` or the first on the path."""
-    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
-    return next((path for name in candidates if (path := shutil.which(name))), None)
+    missing = missing_kernel_tools()
+    return Rejection(missing) if missing else None
 
 
 def cache_folder(name: str = "kernels") -> Path:

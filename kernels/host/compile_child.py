@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from subquad.kernels.gpu import GpuTarget
-from subquad.kernels.host.build import compiler
 from subquad.kernels.host.gpu_child import compile_library, load_driver
 from subquad.kernels.kernel import CpuTarget, KernelTemplate, kernel_symbol
 from subquad.kernels.operator import OperatorVariant
+from subquad.runtime.kernel_tools import compiler
 
 
 def main() -> None:

@@ -14,9 +14,11 @@
 #define SUBQUAD_ORT_MAJOR 1
 #define SUBQUAD_ORT_MINOR 27
 
-// Version of the table that is asked for, and of OrtCustomOp below: the first release that has
-// everything used here. Newer releases serve it.
-#define SUBQUAD_ORT_API_VERSION 18
+// Version of the table that is asked for: the first that has all entries used here. Newer releases
+// serve it.
+#define SUBQUAD_ORT_API_VERSION 24
+// Version of OrtCustomOp below.
+#define SUBQUAD_ORT_CUSTOM_OP_VERSION 18
 
 extern "C" {
 
@@ -25,7 +27,6 @@ struct OrtSessionOptions;
 struct OrtKernelInfo;
 struct OrtKernelContext;
 struct OrtValue;
-struct OrtTensorTypeAndShapeInfo;
 struct OrtCustomOpDomain;
 struct OrtShapeInferContext;
 struct OrtCustomOp;
@@ -96,11 +97,6 @@ using CreateCustomOpDomain = Entry<26, OrtStatus*(const char*, OrtCustomOpDomain
 using CustomOpDomain_Add = Entry<27, OrtStatus*(OrtCustomOpDomain*, const OrtCustomOp*)>;
 using AddCustomOpDomain = Entry<28, OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>;
 using GetTensorMutableData = Entry<51, OrtStatus*(OrtValue*, void**)>;
-using GetTensorElementType =
-    Entry<60, OrtStatus*(const OrtTensorTypeAndShapeInfo*, OrtElementType*)>;
-using GetDimensionsCount = Entry<61, OrtStatus*(const OrtTensorTypeAndShapeInfo*, size_t*)>;
-using GetDimensions = Entry<62, OrtStatus*(const OrtTensorTypeAndShapeInfo*, int64_t*, size_t)>;
-using GetTensorTypeAndShape = Entry<65, OrtStatus*(const OrtValue*, OrtTensorTypeAndShapeInfo**)>;
 // Copies at most *size bytes and sets *size to the full length, the final zero included.
 using KernelInfoGetAttribute_string =
     Entry<87, OrtStatus*(const OrtKernelInfo*, const char*, char*, size_t*)>;
@@ -111,11 +107,13 @@ using KernelContext_GetInput =
 using KernelContext_GetOutput =
     Entry<91, OrtStatus*(OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**)>;
 using ReleaseStatus = Entry<93, void(OrtStatus*)>;
-using ReleaseTensorTypeAndShapeInfo = Entry<99, void(OrtTensorTypeAndShapeInfo*)>;
 // Runs body(user_data, 0 .. total-1) on the session's intra-op threads; num_batch 0: each thread
 // takes the next index when it is free.
 using KernelContext_ParallelFor =
     Entry<274, OrtStatus*(const OrtKernelContext*, OrtParallelBody, size_t, size_t, void*)>;
+// The shape stays the tensor's: nothing is allocated, unlike by the older entries for it.
+using GetTensorElementTypeAndShapeDataReference =
+    Entry<414, OrtStatus*(const OrtValue*, OrtElementType*, const int64_t**, size_t*)>;
 
 }  // namespace ort
 

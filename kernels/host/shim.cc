@@ -3,6 +3,7 @@
 // One custom operator per operator name; the node's attribute `variant` picks the kernel. Whatever
 // goes wrong is returned as a status, so the run fails with its reason; nothing is printed and no
 // exception exists (built with -fno-exceptions, and without the C++ library: see build.py).
+#include <pthread.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -27,10 +28,12 @@ constexpr size_t kTextSize = 1024;
 constexpr size_t kAlignment = 64;  // what TVM expects of a workspace
 // More tasks than threads: a task takes the next index when it is done, so unequal ones even out.
 constexpr int kTasksPerCore = 16;
+// Of inputs and outputs: a call on fewer bytes is over before another thread has woken up.
+constexpr size_t kParallelBytes = size_t{128} << 10;
 
 // State of the call this thread works on. Trivial types only: no destructor at thread exit.
 thread_local OrtApi t_api = nullptr;
-thread_local const OrtKernelContext* t_context = nullptr;
+thread_local const OrtKernelContext* t_context = nullptr;  // null: loops run serially
 thread_local bool t_in_parallel = false;
 thread_local char t_error[kTextSize];
 
@@ -104,18 +107,86 @@ int ParallelLaunch(FTVMParallelLambda body, void* closure, int num_task) {
   return -1;
 }
 
-void* AllocWorkspace(int, int, uint64_t size, int, int) {
+// Workspaces. A task of a short sequence takes about as long as allocating a dozen of them from the
+// system, so every thread keeps a stack for small ones. Kernels free in reverse order; where one
+// does not, its space comes back when the stack is empty.
+
+constexpr size_t kStackLimit = size_t{1} << 20;  // bytes a thread keeps
+
+// Before every workspace.
+struct alignas(kAlignment) Header {
+  size_t size;  // with the header
+  bool on_stack;
+};
+
+struct Stack {
+  char* memory;
+  size_t capacity;
+  size_t top;
+  size_t blocks;   // in use
+  size_t missing;  // bytes in use that did not fit
+  size_t wanted;   // capacity that would have sufficed
+};
+
+thread_local Stack t_stack;
+
+// Asked for once per call: in a shared library every access to a thread's variable is a call.
+Stack* ThisStack() {
+  Stack* stack = &t_stack;
+  asm volatile("" : "+r"(stack));
+  return stack;
+}
+
+pthread_key_t stack_key;
+bool has_stack_key = false;  // without one a thread could not free its stack
+
+void* SystemBlock(size_t size) {
   void* block = nullptr;
-  if (posix_memalign(&block, kAlignment, size > 0 ? size : 1) != 0) {
+  return posix_memalign(&block, kAlignment, size) == 0 ? block : nullptr;
+}
+
+// With nothing in use: as much as was needed until now.
+void Grow(Stack* stack) {
+  const size_t capacity = stack->wanted < kStackLimit ? stack->wanted : kStackLimit;
+  if (capacity <= stack->capacity || !has_stack_key) return;
+  free(stack->memory);
+  stack->memory = static_cast<char*>(SystemBlock(capacity));
+  stack->capacity = stack->memory == nullptr ? 0 : capacity;
+  // Its destructor frees it when the thread ends.
+  if (pthread_setspecific(stack_key, stack->memory) != 0) {
+    free(stack->memory);
+    *stack = {};
+  }
+}
+
+void* AllocWorkspace(int, int, uint64_t size, int, int) {
+  Stack* stack = ThisStack();
+  const size_t whole = sizeof(Header) + (size + kAlignment - 1) / kAlignment * kAlignment;
+  if (stack->blocks == 0 && stack->wanted > stack->capacity) Grow(stack);
+  const bool fits = whole <= stack->capacity - stack->top;
+  auto* header = static_cast<Header*>(fits ? stack->memory + stack->top : SystemBlock(whole));
+  if (header == nullptr) {
     snprintf(t_error, kTextSize, "out of memory: a workspace of %llu bytes",
              static_cast<unsigned long long>(size));
     return nullptr;
   }
-  return block;
+  *header = {whole, fits};
+  ++stack->blocks;
+  (fits ? stack->top : stack->missing) += whole;
+  if (stack->top + stack->missing > stack->wanted) stack->wanted = stack->top + stack->missing;
+  return header + 1;
 }
 
 int FreeWorkspace(int, int, void* block) {
-  free(block);
+  Stack* stack = ThisStack();
+  Header* header = static_cast<Header*>(block) - 1;
+  if (!header->on_stack) {
+    stack->missing -= header->size;
+    free(header);
+  } else if (reinterpret_cast<char*>(header) + header->size == stack->memory + stack->top) {
+    stack->top -= header->size;
+  }
+  if (--stack->blocks == 0) stack->top = 0;
   return 0;
 }
 
@@ -192,24 +263,19 @@ size_t NumBytes(const Argument& argument) {
 
 OrtStatus* ReadShape(const Kernel& kernel, const Input& input, const OrtValue* value,
                      int64_t* shape) {
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  SUBQUAD_RETURN_IF_ERROR(ort::GetTensorTypeAndShape::Call(kernel.api, value, &info));
   OrtElementType type = ORT_FLOAT;
+  const int64_t* dimensions = nullptr;
   size_t rank = 0;
-  OrtStatus* status = ort::GetTensorElementType::Call(kernel.api, info, &type);
-  if (status == nullptr) status = ort::GetDimensionsCount::Call(kernel.api, info, &rank);
+  SUBQUAD_RETURN_IF_ERROR(ort::GetTensorElementTypeAndShapeDataReference::Call(
+      kernel.api, value, &type, &dimensions, &rank));
   const size_t wanted = static_cast<size_t>(input.rank);
-  if (status == nullptr && rank == wanted) {
-    status = ort::GetDimensions::Call(kernel.api, info, shape, rank);
-  }
-  ort::ReleaseTensorTypeAndShapeInfo::Call(kernel.api, info);
-  SUBQUAD_RETURN_IF_ERROR(status);
   if (type != input.type || rank != wanted) {
     return Fail(kernel.api, ORT_INVALID_ARGUMENT,
                 "%s: input %s must have element type %d and %zu dimensions, got %d and %zu",
                 kernel.entry->variant, input.name, input.type, wanted, type, rank);
   }
   for (size_t axis = 0; axis < rank; ++axis) {
+    shape[axis] = dimensions[axis];
     if (shape[axis] <= 0) {
       return Fail(kernel.api, ORT_INVALID_ARGUMENT,
                   "%s: input %s is empty: axis %zu has size %lld; batch and lengths must be at "
@@ -301,7 +367,9 @@ OrtStatus* Compute(void* state, OrtKernelContext* context) {
     SUBQUAD_RETURN_IF_ERROR(MakeOutput(kernel, context, i, &arguments));
   }
   TVMFFIAny packed[kMaxInputs + kMaxOutputs];
+  size_t bytes = 0;
   for (size_t i = 0; i < arguments.count; ++i) {
+    bytes += NumBytes(arguments.items[i]);
     packed[i] = {};
     packed[i].type_index = kTVMFFIDLTensorPtr;
     packed[i].v_ptr = &arguments.items[i].tensor;
@@ -311,7 +379,7 @@ OrtStatus* Compute(void* state, OrtKernelContext* context) {
   const OrtApi outer_api = t_api;
   const OrtKernelContext* outer_context = t_context;
   t_api = kernel.api;
-  t_context = context;
+  t_context = bytes < kParallelBytes ? nullptr : context;
   t_error[0] = '\0';
   const int code =
       kernel.entry->run(nullptr, packed, static_cast<int32_t>(arguments.count), &result);
@@ -371,7 +439,7 @@ const Operator& OperatorOf(const OrtCustomOp* self) {
 void Fill(CustomOp* custom, const Operator* op) {
   memset(custom, 0, sizeof *custom);
   custom->op = op;
-  custom->version = SUBQUAD_ORT_API_VERSION;
+  custom->version = SUBQUAD_ORT_CUSTOM_OP_VERSION;
   custom->GetName = [](const OrtCustomOp* self) { return OperatorOf(self).name; };
   custom->GetExecutionProviderType = [](const OrtCustomOp*) { return "CPUExecutionProvider"; };
   custom->GetInputTypeCount = [](const OrtCustomOp* self) { return OperatorOf(self).num_inputs; };
@@ -409,6 +477,7 @@ OrtStatus* Domain(OrtApi api, OrtCustomOpDomain** domain) {
   OrtStatus* status = nullptr;
   if (shared == nullptr) {
     ConnectKernels();
+    has_stack_key = pthread_key_create(&stack_key, free) == 0;
     OrtCustomOpDomain* made = nullptr;
     status = ort::CreateCustomOpDomain::Call(api, kDomain, &made);
     for (size_t i = 0; status == nullptr && i < kNumOperators; ++i) {

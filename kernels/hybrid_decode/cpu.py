@@ -14,7 +14,8 @@ from subquad.kernels.hybrid_decode.semantics import (
 )
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.operator import OperatorVariant
-from subquad.kernels.templates.parameters import TileParameters
+from subquad.kernels.templates.parameters import VectorParameters
+from subquad.kernels.templates.space import Space
 from subquad.runtime.errors import Rejection
 
 FEATURE_MAPS = ("elu", "hedgehog", "softmax_pair")
@@ -23,7 +24,7 @@ FEATURE_MAPS = ("elu", "hedgehog", "softmax_pair")
 
 @dataclass(frozen=True)
 class DecodeCpuTemplate:
-    """See ``KernelTemplate``; serves both operators. Of its parameters only ``lanes`` is used."""
+    """See ``TunableTemplate``; serves both operators."""
 
     def supports(self, variant: OperatorVariant) -> Rejection | None:
         if not isinstance(variant, StateVariant):
@@ -35,17 +36,22 @@ class DecodeCpuTemplate:
             )
         return None
 
+    def space(self, variant: OperatorVariant, target: CpuTarget) -> Space:
+        return VectorParameters.space(target)
+
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
         from subquad.kernels.templates.function import attention_function
+        from subquad.kernels.templates.products import Panel
         from subquad.kernels.templates.rows import Buffers
         from subquad.kernels.templates.steps import emit_decode, emit_state
 
         assert isinstance(variant, (HybridStateVariant, HybridDecodeVariant))
-        lanes = TileParameters().override(params).lanes
+        sizes = VectorParameters().override(params)
+        panel = Panel(sizes.lanes, sizes.vectors)
         emit = emit_decode if isinstance(variant, HybridDecodeVariant) else emit_state
 
         def body(buffers: Buffers) -> None:
-            emit(buffers, variant, lanes)
+            emit(buffers, variant, panel)
 
         return attention_function(variant, body)
 

@@ -13,6 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from subquad.kernels.inputs import Heads
 from subquad.kernels.operator import UNLIMITED
+from subquad.kernels.templates.products import Panel, RegisterTile
 from subquad.kernels.templates.rows import Buffers
 from subquad.kernels.templates.vectors import (
     LOG2_E,
@@ -42,6 +43,7 @@ class Selection:
         takes_previous: a block of queries is represented by the mean of the block before it, not by
             its own.
         ranks_own: the block's own keys are ranked as well, though not every query sees them all.
+        panel: blocks whose sums are computed side by side.
     """
 
     block: int
@@ -52,17 +54,21 @@ class Selection:
     right: int
     takes_previous: bool
     ranks_own: bool
-    lanes: int
+    panel: Panel
+
+    @property
+    def lanes(self) -> int:
+        return self.panel.lanes
 
 
 def emit_select(buffers: Buffers, heads: Heads, selection: Selection) -> None:
     """Both parallel loops: over key blocks, over query blocks."""
     counts, indices = buffers.extra["block_counts"], buffers.extra["block_indices"]
-    lanes = selection.lanes
+    width = selection.panel.width
     batch, key_blocks = buffers.query.shape[0], indices.shape[3]
     # An expression of arguments alone: buffers are allocated before anything is computed.
-    groups = T.truncdiv(key_blocks + (lanes - 1), index(lanes))
-    wide = groups * lanes
+    groups = T.truncdiv(key_blocks + (width - 1), index(width))
+    wide = groups * width
     # Transposed, so that lanes are blocks; blocks past the last have no keys.
     pooled = T.alloc_buffer((batch, heads.num_kv_heads, heads.head_dim, wide), "float32")
     numbers = T.alloc_buffer((batch, wide), "float32")
@@ -231,16 +237,16 @@ class _QueryBlock:
                     with T.Then():
                         add()
 
-    def _geometry(self, group: Expr) -> tuple[Expr, Expr]:
-        """Blocks that are ranked, blocks always kept: vectors of truth values."""
+    def _geometry(self, at: Expr) -> tuple[Expr, Expr]:
+        """Blocks from ``at`` on that are ranked, blocks always kept: vectors of truth values."""
         selection, lanes = self.selection, self.selection.lanes
         size, reach = selection.block, selection.block - 1
-        first = T.cast(group * lanes, "int32")
+        first = T.cast(at, "int32")
         number = bind(T.Ramp(first, T.int32(1), lanes))
         distance = bind(
             broadcast(T.cast(self.position, "int32"), lanes) - number * integers(size, lanes)
         )
-        number_of_keys = load(self.numbers, self.batch, group * lanes, lanes=lanes)
+        number_of_keys = load(self.numbers, self.batch, at, lanes=lanes)
         partly = number_of_keys > constant(0.0, lanes)
         wholly = partly
         guard = T.And(
@@ -265,59 +271,65 @@ class _QueryBlock:
         selection, lanes = self.selection, self.selection.lanes
         peak = T.alloc_buffer((1,), "float32", scope="local")
         store_scalar(peak, T.float32(-1e30), index(0))
+        panel = selection.panel
         with T.serial(self.groups) as group:
-            sums = T.alloc_buffer((lanes,), "float32", scope="local")
-            store(sums, constant(0.0, lanes), index(0), lanes=lanes)
+            start = bind(group * panel.width)
+            products = RegisterTile.allocate(panel, 1)
+            products.clear()
             with T.serial(index(self.dim)) as d:
-                keys = load(self.pooled, self.batch, self.kv_head, d, group * lanes, lanes=lanes)
-                more = load(sums, index(0), lanes=lanes) + broadcast(mean.total[d], lanes) * keys
-                store(sums, more, index(0), lanes=lanes)
-            score = load(sums, index(0), lanes=lanes)
-            if selection.softcap:
-                inner = bind(score * constant(1.0 / selection.softcap, lanes))
-                score = tanh(inner, lanes) * constant(selection.softcap, lanes)
-            ranked, _ = self._geometry(group)
-            shown = T.Select(ranked, bind(score), constant(float("-inf"), lanes))
-            store(self.mass, shown, group * lanes, lanes=lanes)
-            with T.serial(index(lanes)) as lane:
-                larger = T.max(peak[index(0)], self.mass[group * lanes + lane])
+                keys = panel.load(self.pooled, self.batch, self.kv_head, d, start=start)
+                products.multiply_add([mean.total[d]], keys)
+            for v, score in enumerate(products.get(0)):
+                at = bind(start + v * lanes)
+                if selection.softcap:
+                    inner = bind(score * constant(1.0 / selection.softcap, lanes))
+                    score = bind(tanh(inner, lanes) * constant(selection.softcap, lanes))
+                ranked, _ = self._geometry(at)
+                shown = T.Select(ranked, score, constant(float("-inf"), lanes))
+                store(self.mass, shown, at, lanes=lanes)
+            with T.serial(index(panel.width)) as lane:
+                larger = T.max(peak[index(0)], self.mass[start + lane])
                 store_scalar(peak, larger, index(0))
         total = T.alloc_buffer((1,), "float32", scope="local")
         store_scalar(total, T.float32(0.0), index(0))
-        with T.serial(self.groups) as group:
-            shifted = load(self.mass, group * lanes, lanes=lanes) - broadcast(peak[index(0)], lanes)
+        blocks = self.groups * panel.vectors
+        with T.serial(blocks) as block:
+            at = bind(block * lanes)
+            shifted = load(self.mass, at, lanes=lanes) - broadcast(peak[index(0)], lanes)
             weight = exp2(shifted * constant(LOG2_E, lanes), lanes)
-            weight = weight * load(self.numbers, self.batch, group * lanes, lanes=lanes)
-            store(self.mass, weight, group * lanes, lanes=lanes)
+            weight = weight * load(self.numbers, self.batch, at, lanes=lanes)
+            store(self.mass, weight, at, lanes=lanes)
             with T.serial(index(lanes)) as lane:
-                more = total[index(0)] + self.mass[group * lanes + lane]
+                more = total[index(0)] + self.mass[at + lane]
                 store_scalar(total, more, index(0))
         inverse = bind(T.float32(1.0) / T.max(total[index(0)], T.float32(1e-30)))
-        with T.serial(self.groups) as group:
-            share = load(self.mass, group * lanes, lanes=lanes) * broadcast(inverse, lanes)
-            store(self.mass, share, group * lanes, lanes=lanes)
+        with T.serial(blocks) as block:
+            at = bind(block * lanes)
+            share = load(self.mass, at, lanes=lanes) * broadcast(inverse, lanes)
+            store(self.mass, share, at, lanes=lanes)
 
     def _rank(self, key_blocks: Expr) -> None:
-        lanes = self.selection.lanes
+        panel, lanes = self.selection.panel, self.selection.lanes
         limit = bind(self.buffers.extra["thresholds"][self.head])
         with T.serial(self.groups) as group:
-            own = load(self.mass, group * lanes, lanes=lanes)
-            own = bind(own)
-            number = bind(T.Ramp(T.cast(group * lanes, "int32"), T.int32(1), lanes))
-            before = T.alloc_buffer((lanes,), "float32", scope="local")
-            store(before, constant(0.0, lanes), index(0), lanes=lanes)
+            start = bind(group * panel.width)
+            own = panel.load(self.mass, start=start)
+            places = [bind(start + v * lanes) for v in range(panel.vectors)]
+            numbers = [bind(T.Ramp(T.cast(place, "int32"), T.int32(1), lanes)) for place in places]
+            before = RegisterTile.allocate(panel, 1)
+            before.clear()
             with T.serial(key_blocks) as other:
                 mass = bind(broadcast(self.mass[other], lanes))
-                earlier = broadcast(T.cast(other, "int32"), lanes) < number
-                ahead = T.Or(mass > own, T.And(mass == own, earlier))
-                more = T.Select(ahead, mass, constant(0.0, lanes))
-                store(before, load(before, index(0), lanes=lanes) + more, index(0), lanes=lanes)
+                block = bind(broadcast(T.cast(other, "int32"), lanes))
+                more = []
+                for mine, number, total in zip(own, numbers, before.get(0), strict=True):
+                    ahead = T.Or(mass > mine, T.And(mass == mine, block < number))
+                    more.append(total + T.Select(ahead, mass, constant(0.0, lanes)))
+                before.set(0, more)
             threshold = broadcast(limit, lanes)
-            enough = T.Or(
-                load(before, index(0), lanes=lanes) < threshold,
-                threshold >= constant(1.0, lanes),
-            )
-            ranked, always = self._geometry(group)
-            keep = T.Or(T.And(ranked, enough), always)
-            kept = T.Select(keep, integers(1, lanes), integers(0, lanes))
-            store(self.kept, kept, group * lanes, lanes=lanes)
+            for place, total in zip(places, before.get(0), strict=True):
+                enough = T.Or(total < threshold, threshold >= constant(1.0, lanes))
+                ranked, always = self._geometry(place)
+                keep = T.Or(T.And(ranked, enough), always)
+                kept = T.Select(keep, integers(1, lanes), integers(0, lanes))
+                store(self.kept, kept, place, lanes=lanes)

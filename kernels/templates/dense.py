@@ -10,6 +10,7 @@ from tvm.script.ir_builder import tirx as T
 from subquad.kernels.inputs import Heads
 from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.templates.exact import NO_TERMS, ExactPanels, ExactTile, Visible
+from subquad.kernels.templates.few_rows import FewRows
 from subquad.kernels.templates.rows import Buffers, HeadRows, HeadSubset, KeyList, pick
 from subquad.kernels.templates.terms import Terms
 from subquad.kernels.templates.vectors import (
@@ -215,7 +216,7 @@ class ExactSpans:
             store_scalar(self.begin, self.keys.rank(begin), index(span), p)
             store_scalar(self.end, self.keys.rank(T.max(begin, end)), index(span), p)
 
-    def attend(self, exact: ExactPanels, part: tuple[Expr, Expr] | None = None) -> None:
+    def attend(self, exact: ExactPanels | FewRows, part: tuple[Expr, Expr] | None = None) -> None:
         """Every block of keys for every panel that sees some of it.
 
         Args:
@@ -239,7 +240,9 @@ class ExactSpans:
                 end = settle(T.min(origin + length, end))
             self.attend_range(exact, span, origin, end)
 
-    def attend_range(self, exact: ExactPanels, span: Expr, origin: Expr, end: Expr) -> None:
+    def attend_range(
+        self, exact: ExactPanels | FewRows, span: Expr, origin: Expr, end: Expr
+    ) -> None:
         """The keys ``origin .. end - 1`` of the list, as far as a panel sees them in ``span``."""
         tile = self.tile
         with T.serial(blocks_of(end - origin, tile.keys)) as block:

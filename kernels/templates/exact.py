@@ -11,7 +11,6 @@ Scores are in base 2 (``log2(e)`` is folded into the packed queries), as in Flas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
@@ -87,31 +86,6 @@ class Visible:
         return T.And(
             number >= load(self.first, kind, p, index(lane), lanes=lanes),
             number <= load(self.last, kind, p, index(lane), lanes=lanes),
-        )
-
-
-@dataclass(frozen=True)
-class SharedPanels:
-    """States of the online softmax of several tasks, by number.
-
-    Attributes:
-        maximum, total, expected: ``[number, panels, lanes]``; expected ``None`` without entropy.
-        output: ``[number, panels, value_dim, lanes]``.
-    """
-
-    maximum: Expr
-    total: Expr
-    expected: Expr | None
-    output: Expr
-
-    @staticmethod
-    def allocate(tile: ExactTile, value_dim: int, count: Expr, *, entropy: bool) -> SharedPanels:
-        rows = (count, tile.panels, tile.panel.width)
-        return SharedPanels(
-            T.alloc_buffer(rows, "float32"),
-            T.alloc_buffer(rows, "float32"),
-            T.alloc_buffer(rows, "float32") if entropy else None,
-            T.alloc_buffer((count, tile.panels, value_dim, tile.panel.width), "float32"),
         )
 
 
@@ -308,58 +282,6 @@ class ExactPanels:
                 self._merge(self.output, products.get(row), rescale, p, first + row)
 
         for_row_groups(self.heads.value_dim, self.tile.rows, value_dims)
-
-    def leave_out_sinks(self) -> None:
-        """For all parts of a row's keys but one: a sink counts once."""
-        panel = self.tile.panel
-        with T.serial(self.panels) as p:
-            panel.store(self.maximum, panel.fill(NO_MAXIMUM), p)
-            panel.store(self.total, panel.fill(0.0), p)
-
-    def save(self, shared: SharedPanels, at: Expr) -> None:
-        """Leave the state as number ``at``."""
-        panel = self.tile.panel
-        rows = [(self.maximum, shared.maximum), (self.total, shared.total)]
-        if self.expected is not None:
-            rows.append((self.expected, shared.expected))
-        with T.serial(self.panels) as p:
-            for own, target in rows:
-                panel.store(target, panel.load(own, p), at, p)
-            with T.serial(index(self.heads.value_dim)) as e:
-                panel.store(shared.output, panel.load(self.output, p, e), at, p, e)
-
-    def merge(self, shared: SharedPanels, at: Expr) -> None:
-        """Add the state of other keys, number ``at``."""
-        panel = self.tile.panel
-        lanes = panel.lanes
-        with T.serial(self.panels) as p:
-            old, other = panel.load(self.maximum, p), panel.load(shared.maximum, at, p)
-            new = [bind(T.max(a, b)) for a, b in zip(old, other, strict=True)]
-            factors = [
-                (exp2(a - c, lanes), exp2(b - c, lanes))
-                for a, b, c in zip(old, other, new, strict=True)
-            ]
-
-            def weighted(own: list[Expr], others: list[Expr], scales: Any = factors) -> list[Expr]:
-                triples = zip(own, others, scales, strict=True)
-                return [bind(a * f + b * g) for a, b, (f, g) in triples]
-
-            totals = panel.load(self.total, p), panel.load(shared.total, at, p)
-            if self.expected is not None:
-                assert shared.expected is not None
-                sums = []
-                for buffer, where, total, before in (
-                    (self.expected, (p,), totals[0], old),
-                    (shared.expected, (at, p), totals[1], other),
-                ):
-                    parts = zip(panel.load(buffer, *where), total, before, new, strict=True)
-                    sums.append([bind(a + t * (m - c)) for a, t, m, c in parts])
-                panel.store(self.expected, weighted(*sums), p)
-            panel.store(self.total, weighted(*totals), p)
-            panel.store(self.maximum, new, p)
-            with T.serial(index(self.heads.value_dim)) as e:
-                own, others = panel.load(self.output, p, e), panel.load(shared.output, at, p, e)
-                panel.store(self.output, weighted(own, others), p, e)
 
     def finish(self, first_row: Expr) -> None:
         """Divide by the sums and write; rows that saw no key become zeros."""

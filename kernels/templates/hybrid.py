@@ -23,7 +23,6 @@ from subquad.kernels.templates.linear import (
     LinearTile,
     Near,
     Side,
-    settle_float,
     state_width,
 )
 from subquad.kernels.templates.rows import Buffers, HeadRows, HeadSubset, KeyList, list_keys
@@ -39,6 +38,7 @@ from subquad.kernels.templates.vectors import (
     quotient,
     remainder,
     settle,
+    settle_float,
     store,
 )
 

@@ -32,7 +32,7 @@ from subquad.kernels.templates.products import (
     padded,
     unrolled,
 )
-from subquad.kernels.templates.rows import HeadRows, KeyList, pick
+from subquad.kernels.templates.rows import HeadRows, KeyList, pick, transpose
 from subquad.kernels.templates.vectors import (
     LOG2_E,
     Expr,
@@ -45,6 +45,7 @@ from subquad.kernels.templates.vectors import (
     integers,
     load,
     settle,
+    settle_float,
     store,
     store_scalar,
     vector_type,
@@ -204,17 +205,25 @@ class LinearPanels:
         panel = self.tile.panel
         with T.serial(blocks_of(count, panel.width)) as block:
             at = settle(block * panel.width)
-            with T.serial(index(panel.width)) as lane:
+            with T.serial(index(panel.width // panel.square)) as part:
+                lane = settle(part * panel.square)
                 # Lanes past the last key hold it once more; their features become zeros.
-                slot = settle(self.keys.slot(start + T.min(at + lane, count - 1)))
-                with T.serial(index(self.heads.head_dim)) as d:
-                    store_scalar(self.packed, self.heads.key(slot, d), index(0), d, lane)
+                slots = [
+                    settle(self.keys.slot(start + T.min(at + lane + i, count - 1)))
+                    for i in range(panel.square)
+                ]
+                dims = self.heads.head_dim
+                transpose(panel.square, dims, slots, self._key, self.packed, (index(0),), lane)
             out = Columns(panel, self.key_features, start=at)
             self._map("key_map", self.heads.kv_head, out)
             with T.serial(T.max(at + panel.width - count, index(0))) as surplus:
                 with T.serial(index(self.features.count)) as f:
                     store_scalar(self.key_features, T.float32(0.0), f, count + surplus)
         self._pack_values(start, count)
+
+    def _key(self, slot: Expr, d: Expr, lanes: int) -> Expr:
+        heads = self.heads
+        return load(heads.buffers.key, heads.batch, heads.kv_head, slot, d, lanes=lanes)
 
     def _pack_values(self, start: Expr, count: Expr) -> None:
         """Rows of values; a one after each sums up its weights."""
@@ -529,10 +538,3 @@ class Decay:
 
     def of_far_keys(self, side: Side, query: Expr) -> list[Expr]:
         return self.tile.panel.load(self.of_far, index(0 if side.is_past else 1), start=query)
-
-
-def settle_float(value: Expr) -> Expr:
-    """Like ``settle`` for a float32."""
-    cell = T.alloc_buffer((1,), "float32", scope="local")
-    T.buffer_store(cell, value, [index(0)])
-    return T.Bind(cell[index(0)])

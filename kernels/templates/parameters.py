@@ -14,25 +14,17 @@ CPU_FEATURE_MAPS = ("elu", "hedgehog", "softmax_pair")
 
 
 @dataclass(frozen=True)
-class TileParameters:
-    """Sizes of the exact tile loop; defaults measured on AVX2 with 16 vector registers.
+class KernelParameters:
+    """What the parameters of all templates have in common: limits, and a space to search.
 
     Attributes:
         lanes: floats per vector.
-        vectors: vectors per panel; a panel is ``lanes * vectors`` query rows wide.
-        rows: broadcast scalars per register tile; ``rows * vectors`` accumulators, ``vectors``
-            operands and one scalar should fit the registers.
-        panels: panels per task; a block of keys is read from cache once for all of them.
-        keys: keys per block; its keys, values and one panel should fit the first-level cache.
-        unroll: inner-loop steps per iteration.
     """
 
     lanes: int = 8
-    vectors: int = 2
-    rows: int = 6
-    panels: int = 8
-    keys: int = 96
-    unroll: int = 4
+
+    CHOICES: ClassVar[Mapping[str, tuple[int, ...]]] = {"lanes": (8, 16)}
+    """What tuning tries."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -41,21 +33,11 @@ class TileParameters:
                 raise ValueError(f"{field.name} must be an integer from 1 to 4096, got {value!r}")
         if self.lanes not in (4, 8, 16):
             raise ValueError(f"lanes must be 4, 8 or 16, got {self.lanes}")
-        if self.vectors * self.rows > 64:
-            raise ValueError(
-                f"vectors * rows must be 64 or less, got {self.vectors} * {self.rows}: a register "
-                "tile that large is spilled"
-            )
-
-    CHOICES: ClassVar[Mapping[str, tuple[int, ...]]] = {
-        "lanes": (8, 16),
-        "vectors": (1, 2, 3, 4),
-        "rows": (2, 3, 4, 5, 6, 7, 8, 10, 12),
-        "panels": (1, 2, 4, 6, 8, 12, 16),
-        "keys": (32, 48, 64, 96, 128, 192, 256),
-        "unroll": (1, 2, 4, 8),
-    }
-    """What tuning tries."""
+        for rows, vectors in self._register_tiles():
+            if rows * vectors > 64:
+                raise ValueError(
+                    f"a register tile of {rows} * {vectors} vectors is spilled; at most 64 fit"
+                )
 
     @classmethod
     def space(cls, target: CpuTarget, names: Iterable[str] | None = None) -> Space:
@@ -91,7 +73,7 @@ class TileParameters:
 
     def _register_tiles(self) -> tuple[tuple[int, int], ...]:
         """Rows and vectors of each."""
-        return ((self.rows, self.vectors),)
+        return ()
 
     def override(self, params: Mapping[str, int]) -> Self:
         """These parameters with some replaced.
@@ -104,6 +86,57 @@ class TileParameters:
             if name not in known:
                 raise ValueError(f"unknown kernel parameter {name!r}; known: {', '.join(known)}")
         return replace(self, **params)
+
+
+@dataclass(frozen=True)
+class VectorParameters(KernelParameters):
+    """Sizes of kernels whose products have one row: decode steps, block selection.
+
+    Attributes:
+        vectors: vectors that are summed side by side, in registers.
+    """
+
+    vectors: int = 8
+
+    CHOICES: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "lanes": (8, 16),
+        "vectors": (1, 2, 4, 8),
+    }
+
+    def _register_tiles(self) -> tuple[tuple[int, int], ...]:
+        return ((1, self.vectors),)
+
+
+@dataclass(frozen=True)
+class TileParameters(KernelParameters):
+    """Sizes of the exact tile loop; defaults measured on AVX2 with 16 vector registers.
+
+    Attributes:
+        vectors: vectors per panel; a panel is ``lanes * vectors`` query rows wide.
+        rows: broadcast scalars per register tile; ``rows * vectors`` accumulators, ``vectors``
+            operands and one scalar should fit the registers.
+        panels: panels per task; a block of keys is read from cache once for all of them.
+        keys: keys per block; its keys, values and one panel should fit the first-level cache.
+        unroll: inner-loop steps per iteration.
+    """
+
+    vectors: int = 2
+    rows: int = 6
+    panels: int = 8
+    keys: int = 96
+    unroll: int = 4
+
+    CHOICES: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "lanes": (8, 16),
+        "vectors": (1, 2, 3, 4),
+        "rows": (2, 3, 4, 5, 6, 7, 8, 10, 12),
+        "panels": (1, 2, 4, 6, 8, 12, 16),
+        "keys": (32, 48, 64, 96, 128, 192, 256),
+        "unroll": (1, 2, 4, 8),
+    }
+
+    def _register_tiles(self) -> tuple[tuple[int, int], ...]:
+        return ((self.rows, self.vectors),)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ class Panel:
     def width(self) -> int:
         return self.lanes * self.vectors
 
+    @property
+    def square(self) -> int:
+        """Rows and dims that are transposed at once."""
+        return min(self.lanes, 8)
+
     def load(self, buffer: Expr, *outer: Expr, start: Expr = 0) -> list[Expr]:
         """``buffer[outer..., start:start + width]``, vector by vector."""
         return [
@@ -98,3 +103,8 @@ def for_row_groups(total: int, rows: int, body: Callable[[Expr, int], None]) -> 
         with T.serial(index(count)) as group:
             body(group * size + done, size)
         done += count * size
+
+
+def cut(total: int, size: int) -> list[tuple[int, int]]:
+    """``(first, count)`` of runs of at most ``size``."""
+    return [(first, min(size, total - first)) for first in range(0, total, size)]

@@ -8,8 +8,9 @@ keys; with chunks of whole panels, each panel belongs to one head.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
@@ -19,11 +20,15 @@ from subquad.kernels.templates.products import Panel
 from subquad.kernels.templates.vectors import (
     Expr,
     bind,
+    constant,
     index,
+    load,
     quotient,
     remainder,
     settle,
+    store,
     store_scalar,
+    transposed,
 )
 
 
@@ -170,32 +175,96 @@ class HeadRows:
     def value(self, slot: Expr, dim: Expr) -> Expr:
         return self.buffers.value[self.batch, self.kv_head, slot, dim]
 
+    def places(self, first_row: Expr, count: int) -> tuple[list[tuple[Expr, Expr]], Expr]:
+        """Head and query of ``count`` rows from ``first_row`` on, and whether all are there.
+
+        Rows past the last query are given as one that is there.
+        """
+        rows = [settle(first_row + i) for i in range(count)]
+        queries = [settle(self.query_of(row)) for row in rows]
+        last = settle(self.query_len - 1)
+        places = [
+            (settle(self.head_of(row)), settle(T.min(query, last)))
+            for row, query in zip(rows, queries, strict=True)
+        ]
+        # Queries that are not there come last.
+        return places, queries[-1] <= last
+
     def pack_queries(
         self, packed: Expr, p: Expr, first_row: Expr, panel: Panel, factor: float
     ) -> None:
-        """``packed[p, d, lane] = factor * query``; lanes past the last row are zeros."""
-        with T.serial(index(panel.width)) as lane:
-            row = settle(first_row + lane)
-            head, query = settle(self.head_of(row)), settle(self.query_of(row))
-            with T.If(query < self.query_len):
-                with T.Then():
-                    with T.serial(index(self.head_dim)) as d:
-                        number = self.buffers.query[self.batch, head, query, d]
-                        store_scalar(packed, number * T.float32(factor), p, d, lane)
-                with T.Else():
-                    with T.serial(index(self.head_dim)) as d:
-                        store_scalar(packed, T.float32(0.0), p, d, lane)
+        """``packed[p, d, lane] = factor * query``; lanes past the last row hold another row."""
+        query = self.buffers.query
+
+        def vector(place: tuple[Expr, Expr], d: Expr, lanes: int) -> Expr:
+            head, row = place
+            return load(query, self.batch, head, row, d, lanes=lanes) * constant(factor, lanes)
+
+        with T.serial(index(panel.width // panel.square)) as block:
+            lane = settle(block * panel.square)
+            places, _ = self.places(settle(first_row + lane), panel.square)
+            transpose(panel.square, self.head_dim, places, vector, packed, (p,), lane)
 
     def write_output(self, packed: Expr, p: Expr, first_row: Expr, panel: Panel) -> None:
         """``output = packed[p, e, lane]``, transposed back."""
-        with T.serial(index(panel.width)) as lane:
-            row = settle(first_row + lane)
-            head, query = settle(self.head_of(row)), settle(self.query_of(row))
-            with T.If(query < self.query_len):
+        square, output = panel.square, self.buffers.output
+        with T.serial(index(panel.width // square)) as block:
+            lane = settle(block * square)
+            places, whole = self.places(settle(first_row + lane), square)
+            with T.If(whole):
                 with T.Then():
-                    with T.serial(index(self.value_dim)) as e:
-                        number = packed[p, e, lane]
-                        store_scalar(self.buffers.output, number, self.batch, head, query, e)
+                    self._write_square(packed, p, lane, places, square)
+                with T.Else():
+                    with T.serial(index(square)) as i:
+                        row = settle(first_row + lane + i)
+                        head, query = settle(self.head_of(row)), settle(self.query_of(row))
+                        with T.If(query < self.query_len):
+                            with T.Then():
+                                with T.serial(index(self.value_dim)) as e:
+                                    number = packed[p, e, lane + i]
+                                    store_scalar(output, number, self.batch, head, query, e)
+
+    def _write_square(
+        self, packed: Expr, p: Expr, lane: Expr, places: Sequence[tuple[Expr, Expr]], square: int
+    ) -> None:
+        """Rows that are all there, ``square`` dims of all of them at once."""
+        output, whole = self.buffers.output, self.value_dim // square
+        if whole:
+            with T.serial(index(whole)) as step:
+                e = bind(step * square)
+                columns = [bind(load(packed, p, e + i, lane, lanes=square)) for i in range(square)]
+                for (head, query), row in zip(places, transposed(columns), strict=True):
+                    store(output, row, self.batch, head, query, e, lanes=square)
+        for e in range(whole * square, self.value_dim):
+            for i, (head, query) in enumerate(places):
+                number = packed[p, index(e), lane + i]
+                store_scalar(output, number, self.batch, head, query, index(e))
+
+
+def transpose(
+    square: int,
+    dims: int,
+    places: Sequence[Any],
+    vector: Callable[[Any, Expr, int], Expr],
+    packed: Expr,
+    outer: tuple[Expr, ...],
+    lane: Expr,
+) -> None:
+    """``packed[outer, d, lane + i] = vector(places[i], d, 1)`` for ``square`` rows ``i``.
+
+    Args:
+        vector: ``vector(place, d, lanes)`` is dims ``d .. d + lanes - 1`` of a row.
+    """
+    whole = dims // square
+    if whole:
+        with T.serial(index(whole)) as step:
+            d = bind(step * square)
+            rows = [bind(vector(place, d, square)) for place in places]
+            for i, column in enumerate(transposed(rows)):
+                store(packed, column, *outer, d + i, lane, lanes=square)
+    for d in range(whole * square, dims):
+        for i, place in enumerate(places):
+            store_scalar(packed, vector(place, index(d), 1), *outer, index(d), lane + i)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from subquad.kernels.hybrid.feature_maps import LEAST_FEATURE
 from subquad.kernels.hybrid_decode.semantics import StateVariant
 from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.templates.exact import NO_MAXIMUM
-from subquad.kernels.templates.products import padded
+from subquad.kernels.templates.products import Panel, RegisterTile, cut, padded
 from subquad.kernels.templates.rows import Buffers
 from subquad.kernels.templates.vectors import (
     LOG2_E,
@@ -67,9 +67,13 @@ class Row:
 
     buffers: Buffers
     variant: StateVariant
-    lanes: int
+    panel: Panel
     batch: Expr
     kv_head: Expr
+
+    @property
+    def lanes(self) -> int:
+        return self.panel.lanes
 
     def each(self, size: int, body: Callable[[Expr, int], None]) -> None:
         """``body(first, lanes)`` over ``size`` numbers, whole vectors first."""
@@ -95,6 +99,39 @@ class Row:
             target.store(target.load(at, lanes) + product, at, lanes)
 
         self.each(size, add)
+
+    def add_products(
+        self,
+        target: Line,
+        size: int,
+        count: Expr,
+        term: Callable[[Expr], tuple[Expr, Line]],
+    ) -> None:
+        """``target += sum of factor * line``; ``(factor, line) = term(i)`` for i below count."""
+        lanes = self.lanes
+        whole = size // lanes
+        for first, vectors in cut(whole, self.panel.vectors):
+            panel = Panel(lanes, vectors)
+            self._add_pieces(panel, first * lanes, target, count, term)
+        for at in range(whole * lanes, size):
+            self._add_pieces(Panel(1, 1), at, target, count, term)
+
+    def _add_pieces(
+        self,
+        panel: Panel,
+        first: int,
+        target: Line,
+        count: Expr,
+        term: Callable[[Expr], tuple[Expr, Line]],
+    ) -> None:
+        """Dims ``first .. first + panel.width - 1``, whose sums stay in registers."""
+        products = RegisterTile.allocate(panel, 1)
+        products.set(0, panel.load(target.buffer, *target.outer, start=index(first)))
+        with T.serial(count) as i:
+            factor, line = term(i)
+            vectors = panel.load(line.buffer, *line.outer, start=index(first))
+            products.multiply_add([bind(factor)], vectors)
+        panel.store(target.buffer, products.get(0), *target.outer, start=index(first))
 
     def dot(self, one: Line, other: Line, size: int) -> Expr:
         sums = T.alloc_buffer((self.lanes,), "float32", scope="local")
@@ -250,8 +287,12 @@ class LinearState:
             u = self.projected
             matrix = row.buffers.extra[weights]
             row.copy(Line(matrix, (head, index(row.variant.head_dim))), u, dims)
-            with T.serial(index(row.variant.head_dim)) as d:
-                row.add_multiple(source.at(d), Line(matrix, (head, d)), u, dims)
+            row.add_products(
+                u,
+                dims,
+                index(row.variant.head_dim),
+                lambda d: (source.at(d), Line(matrix, (head, d))),
+            )
         self.map(row, u, dims or row.variant.head_dim, self.line)
         return self.line
 
@@ -269,19 +310,21 @@ class LinearState:
         row = self.row
         features = self._map(query, "query_map", head)
         row.clear(numerator, self.value_dim)
-        with T.serial(index(self.features)) as f:
-            row.add_multiple(
-                features.at(f), row.state("linear_state", f), numerator, self.value_dim
-            )
+        row.add_products(
+            numerator,
+            self.value_dim,
+            index(self.features),
+            lambda f: (features.at(f), row.state("linear_state", f)),
+        )
         return row.dot(features, row.state("linear_normaliser"), self.features)
 
 
-def emit_state(buffers: Buffers, variant: StateVariant, lanes: int) -> None:
+def emit_state(buffers: Buffers, variant: StateVariant, panel: Panel) -> None:
     """``HybridState``: parallel over (batch, key/value head)."""
     batch, length = buffers.key.shape[0], buffers.key.shape[2]
     slots = variant.window_len
     with T.parallel(batch * variant.num_kv_heads) as task:
-        row = Row(buffers, variant, lanes, *_split(task, variant))
+        row = Row(buffers, variant, panel, *_split(task, variant))
         if slots:
             with T.serial(index(slots)) as slot:
                 source = settle(length - slots + slot)
@@ -428,11 +471,11 @@ def _fold_lanes(line: Line, lanes: int, join: Callable[[Expr, Expr], Expr]) -> E
     return numbers[0]
 
 
-def emit_decode(buffers: Buffers, variant: StateVariant, lanes: int) -> None:
+def emit_decode(buffers: Buffers, variant: StateVariant, panel: Panel) -> None:
     """``HybridDecode``: parallel over (batch, key/value head)."""
     batch, length = buffers.key.shape[0], buffers.key.shape[2]
     with T.parallel(batch * variant.num_kv_heads) as task:
-        row = Row(buffers, variant, lanes, *_split(task, variant))
+        row = Row(buffers, variant, panel, *_split(task, variant))
         _Steps(row, length).emit()
 
 

@@ -112,11 +112,11 @@ class RowTerms:
             vectors = panel.load(scores, j)
             if terms.key_bias:
                 number = self.rows.buffers.extra["key_bias"][self.rows.batch, slot]
-                bias = broadcast(bind(_in_base_2(number, 1)), lanes)
+                bias = broadcast(bind(in_base_2(number, 1)), lanes)
                 vectors = [vector + bias for vector in vectors]
             if terms.score_bias:
                 biases = panel.load(self.biases, j)
-                vectors = [a + _in_base_2(b, lanes) for a, b in zip(vectors, biases, strict=True)]
+                vectors = [a + in_base_2(b, lanes) for a, b in zip(vectors, biases, strict=True)]
             if terms.alibi != "none":
                 at = broadcast(bind(T.cast(slot, "float32")), lanes)
                 slopes, places = panel.load(self.slopes, p), panel.load(self.places, p)
@@ -186,7 +186,7 @@ def _store_lanes(buffer: Expr, value: Expr, row: Expr, at: Expr, lanes: int) -> 
     T.buffer_store(buffer, value, [row, T.Ramp(at, index(1), lanes)])
 
 
-def _in_base_2(bias: Expr, lanes: int) -> Expr:
+def in_base_2(bias: Expr, lanes: int) -> Expr:
     """Times ``log2(e)``; -inf where the bias hides its key."""
     bias = bind(bias)
     hides = bias <= constant(HIDING_BIAS, lanes)

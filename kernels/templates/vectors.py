@@ -6,7 +6,7 @@ Everything is spelled with arithmetic that any LLVM target vectorises; no math l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
@@ -52,12 +52,22 @@ def bind(value: Expr) -> Expr:
 def settle(value: Expr) -> Expr:
     """Like ``bind`` for an int64 that is computed once and used as it is.
 
-    It passes through a local buffer (a register once compiled), which hides its definition: TVM's
-    simplifier follows bound names, and nested minima, maxima and quotients take it minutes.
+    It passes through a buffer of one number (a register once compiled), which hides its definition:
+    TVM's simplifier follows bound names, and nested minima, maxima and quotients take it minutes.
+    The buffer has no scope, for TVM puts small ones on the stack and local ones on the heap.
     """
-    cell = T.alloc_buffer((1,), "int64", scope="local")
-    T.buffer_store(cell, _as_index(value), [index(0)])
-    return T.Bind(cell[index(0)])
+    return _through_memory(_as_index(value), "int64")
+
+
+def settle_float(value: Expr) -> Expr:
+    """Like ``settle`` for a float32."""
+    return _through_memory(value, "float32")
+
+
+def _through_memory(value: Expr, dtype: str) -> Expr:
+    cell = T.alloc_buffer((1,), dtype)
+    T.buffer_store(cell, value, [index(0)])
+    return bind(cell[index(0)])
 
 
 def index(value: int) -> Expr:
@@ -83,12 +93,17 @@ def vector_type(scalar: str, lanes: int) -> str:
 def load(buffer: Expr, *indices: Expr, lanes: int) -> Expr:
     """``lanes`` consecutive elements of the last axis from the last index on."""
     *outer, last = indices
-    return buffer[(*outer, T.Ramp(_as_index(last), index(1), lanes))]
+    return buffer[(*outer, _run(last, lanes))]
 
 
 def store(buffer: Expr, value: Expr, *indices: Expr, lanes: int) -> None:
     *outer, last = indices
-    T.buffer_store(buffer, value, [*outer, T.Ramp(_as_index(last), index(1), lanes)])
+    T.buffer_store(buffer, value, [*outer, _run(last, lanes)])
+
+
+def _run(first: Expr, lanes: int) -> Expr:
+    first = _as_index(first)
+    return T.Ramp(first, index(1), lanes) if lanes > 1 else first
 
 
 def store_scalar(buffer: Expr, value: Expr, *indices: Expr) -> None:
@@ -171,3 +186,69 @@ def remainder(x: Expr, y: Expr) -> Expr:
 def blocks_of(x: Expr, size: Expr) -> Expr:
     """``ceil(x / size)``; 0 where x is negative or 0."""
     return quotient(T.max(x, index(0)) + (size - 1), size)
+
+
+def shuffle(vectors: Sequence[Expr], lanes: Sequence[int]) -> Expr:
+    """A vector of the numbered elements of ``vectors``, which are numbered one after the other."""
+    return bind(T.Shuffle(list(vectors), [T.int32(lane) for lane in lanes]))
+
+
+def transposed(rows: Sequence[Expr]) -> list[Expr]:
+    """The columns of a square of 4 or 8 bound vectors.
+
+    In steps that stay within halves of four elements, which processors shuffle fastest.
+    """
+    size = len(rows)
+    halves = range(0, size, 4)
+
+    def zipped(a: Expr, b: Expr, pattern: tuple[int, int, int, int]) -> Expr:
+        """Elements 0-3 of the pattern are those of ``a`` in each half, 4-7 those of ``b``."""
+        places = [half + i if i < 4 else size + half + i - 4 for half in halves for i in pattern]
+        return shuffle((a, b), places)
+
+    low, high = (0, 4, 1, 5), (2, 6, 3, 7)
+    columns: list[list[Expr]] = []
+    for at in halves:
+        a, b, c, d = rows[at : at + 4]
+        pairs = [(zipped(a, b, part), zipped(c, d, part)) for part in (low, high)]
+        columns.append(
+            [zipped(x, y, part) for x, y in pairs for part in ((0, 1, 4, 5), (2, 3, 6, 7))]
+        )
+    if size == 4:
+        return columns[0]
+    whole = [range(0, 4), range(4, 8)]
+    return [
+        shuffle((first, last), [*half, *(size + i for i in half)])
+        for half in whole
+        for first, last in zip(*columns, strict=True)
+    ]
+
+
+def sum_four(vectors: Sequence[Expr], lanes: int) -> Expr:
+    """A vector of the sums of the elements of four bound vectors."""
+
+    def pairwise(a: Expr, b: Expr) -> Expr:
+        """Sums of neighbours: in each half of four elements two of ``a``, then two of ``b``."""
+        even = [at + i for at in range(0, lanes, 4) for i in (0, 2, lanes, lanes + 2)]
+        return bind(shuffle((a, b), even) + shuffle((a, b), [place + 1 for place in even]))
+
+    a, b, c, d = vectors
+    sums = pairwise(pairwise(a, b), pairwise(c, d))
+    while lanes > 4:
+        lanes //= 2
+        sums = bind(shuffle((sums,), range(lanes)) + shuffle((sums,), range(lanes, 2 * lanes)))
+    return sums
+
+
+def sum_lanes(vector: Expr, lanes: int) -> Expr:
+    """The sum of a bound vector's elements."""
+    return fold_lanes(vector, lanes, lambda a, b: a + b)
+
+
+def fold_lanes(vector: Expr, lanes: int, join: Callable[[Expr, Expr], Expr]) -> Expr:
+    """All elements of a bound vector joined, by halves."""
+    while lanes > 1:
+        lanes //= 2
+        low, high = shuffle((vector,), range(lanes)), shuffle((vector,), range(lanes, 2 * lanes))
+        vector = bind(join(low, high))
+    return vector

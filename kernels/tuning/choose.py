@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from subquad.kernels.host.build import TVM_PACKAGE, installed_version, template_version
+from subquad.kernels.host.build import installed_version, template_version
 from subquad.kernels.kernel import CpuTarget, load_template
 from subquad.kernels.operator import OperatorVariant
 from subquad.kernels.templates.space import Space
@@ -18,6 +18,7 @@ from subquad.kernels.tuning.bucket import bucket_of, distance
 from subquad.kernels.tuning.records import Key, Record, best_record, by_key, read_records
 from subquad.kernels.tuning.workload import Workload
 from subquad.runtime.errors import Rejection
+from subquad.runtime.kernel_tools import TVM_PACKAGE
 
 logger = logging.getLogger(__name__)
 

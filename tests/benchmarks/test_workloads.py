@@ -15,7 +15,7 @@ import run
 import whole_models
 from contestants import ENGINES
 from harness import Pool, Settings
-from workloads import BODY, KERNEL, MUST, WORKLOADS, Workload
+from workloads import BODY, KERNEL, MUST, SHORT, WORKLOADS, Workload
 
 LENGTH = 65
 
@@ -47,11 +47,17 @@ def test_function_and_rivals_agree_with_float64(workload: Workload, pool: Pool) 
             assert item["error"] < 1e-6
 
 
+@pytest.mark.parametrize("workload", SHORT[::6], ids=lambda item: item.name)
+def test_short_sequences_have_a_rival(workload: Workload, pool: Pool) -> None:
+    result = harness.measure_case(in_onnxruntime(workload), pool, Settings(rounds=1), left=60.0)
+    assert result["excluded"] == {} and len(result["contestants"]) == 3
+
+
 def test_labels_are_unique_and_ours_comes_first() -> None:
-    names = [workload.name for workload in WORKLOADS]
+    names = [workload.name for workload in (*WORKLOADS, *SHORT)]
     names += [model.name for model in whole_models.MODELS]
     assert len(set(names)) == len(names)
-    for workload in WORKLOADS:
+    for workload in (*WORKLOADS, *SHORT):
         labels = [entry.label for entry in workload.entries]
         assert len(set(labels)) == len(labels)
         assert labels[0] == KERNEL
@@ -168,6 +174,23 @@ def test_functions_do_not_count_as_kernels() -> None:
     case["contestants"][0]["label"] = BODY
     row = render.must_rows([case], [])[0]
     assert row["verdict"] == "not measured" and "TVM is not installed" in row["why"]
+
+
+def test_short_sequences_are_a_set_of_their_own() -> None:
+    operators, models = run.choose(run.parse(["--set", "short", "--threads", "1"]))
+    assert not models and {item.name for item, _, _ in operators} == {item.name for item in SHORT}
+    assert {length for item, length, _ in operators if item.queries is None} >= {1, 7, 512}
+    usual, _ = run.choose(run.parse([]))
+    assert not {item.name for item, _, _ in usual} & {item.name for item in SHORT}
+
+
+def test_short_sequences_are_compared_with_the_fastest_rival() -> None:
+    cases = [case_result(n, r, workload="short_causal_d64_b1") for n, r in ((1, 0.5), (7, 0.9))]
+    faster = dict(cases[1]["contestants"][1], label="ORT Attention", ours_over_this=1.02)
+    cases[1]["contestants"].append(faster)
+    text = render.table(report(cases, "short"))
+    assert "| ours / fastest of ORT | 1 | 7 |" in text
+    assert "| causal_d64_b1 | 0.50 | 1.02 |" in text
 
 
 def test_tables_go_between_their_marks() -> None:

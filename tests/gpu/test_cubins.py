@@ -94,6 +94,19 @@ def test_registers_spills_and_shared_memory(built: GpuBuild) -> None:
 
 @pytest.mark.nvcc
 @needs_nvcc
+def test_registers_spills_and_shared_memory_of_an_older_gpu() -> None:
+    """Registers are as many as on sm_90, shared memory is a third less."""
+    older = build_gpu_kernels([DENSE, HYBRID], SM_80)
+    check_resources(older)
+    counts = {item.description["overload"]: item.description["kernels"] for item in older.libraries}
+    assert {key: len(kernels) for key, kernels in counts.items()} == {
+        DENSE.overload: 2,
+        HYBRID.overload: 4,
+    }
+
+
+@pytest.mark.nvcc
+@needs_nvcc
 def test_what_has_no_kernel_says_why(built: GpuBuild) -> None:
     reasons = {key[1]: refusal.reason for key, refusal in built.declined.items()}
     assert reasons == {

@@ -28,6 +28,7 @@ from subquad.kernels.host.build import KernelBuild, build_kernels, variant_key
 from subquad.kernels.host.targets import X86_64_V3, X86_64_V4, host_targets
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.kernel import CpuTarget
+from subquad.runtime import kernel_tools
 from subquad.runtime.machine import cpu_flags
 
 HYBRID = HybridVariant(2, 2, 4, 4, 0.5, allowed_right=0, feature_map="elu")
@@ -142,7 +143,7 @@ def test_no_fitting_tvm(
             raise PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr(build, "version", look_up)
+    monkeypatch.setattr(kernel_tools, "version", look_up)
     result = build_kernels([PLAIN], templates=TEMPLATES)
     assert result.declined[variant_key(PLAIN)].reason.startswith(reason)
 

@@ -33,6 +33,9 @@ from subquad.kernels.host.build import build_kernels
 from subquad.kernels.host.targets import X86_64_V3
 from subquad.kernels.one_node import one_node_model
 
+MANY_KEYS = 8000
+"""So many that a call on them runs on all threads."""
+
 
 @pytest.fixture
 def rng() -> np.random.Generator:
@@ -45,7 +48,7 @@ def run(session: Any, feeds: Feeds) -> NDArray[np.float32]:
 
 
 def assert_right(got: NDArray[np.float32], variant: AttentionVariant, feeds: Feeds) -> None:
-    # float32 sums of at most 70 terms.
+    # float32 sums of at most 70 terms, or means of thousands.
     np.testing.assert_allclose(got, variant.reference(**feeds), atol=2e-6)
 
 
@@ -55,7 +58,8 @@ def test_kernel_matches_the_formula(
     variant: AttentionVariant, threads: int, library: Path, rng: np.random.Generator
 ) -> None:
     session = open_node(variant, library, threads)
-    for batch, lengths in ((1, (1, 1)), (2, (9, 13)), (3, (70, 70))):
+    # The last one is large enough for more than one thread.
+    for batch, lengths in ((1, (1, 1)), (2, (9, 13)), (3, (70, 70)), (2, (1, MANY_KEYS))):
         feeds = node_feeds(variant, rng, batch, lengths)
         assert_right(run(session, feeds), variant, feeds)
 
@@ -78,7 +82,7 @@ def test_failing_kernel_fails_the_run(
     threads: int, library: Path, rng: np.random.Generator
 ) -> None:
     session = open_node(FAILING, library, threads)
-    feeds = node_feeds(FAILING, rng, 3)
+    feeds = node_feeds(FAILING, rng, 3, (9, 13 if threads == 1 else 2000))
     assert_right(run(session, feeds), FAILING, feeds)
     bad = feeds | {"query": feeds["query"].copy()}
     bad["query"][2, 1, 4, 0] = 1e7
@@ -171,7 +175,8 @@ def test_sessions_of_one_process_do_not_mix(library: Path, rng: np.random.Genera
     variants = (PLAIN, BANDED, MASKED, BOTH)
     sessions = [open_node(variant, library, threads=2) for variant in variants]
     tasks = [
-        (s, v, node_feeds(v, rng, 2, (40, 40))) for s, v in zip(sessions, variants, strict=True)
+        (s, v, node_feeds(v, rng, 2, (2, MANY_KEYS)))
+        for s, v in zip(sessions, variants, strict=True)
     ] * 6
     failing = open_node(FAILING, library, threads=2)
     bad = node_feeds(FAILING, rng)

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.kernels.gpu import OPENCL
-from subquad.kernels.host.build import compiler
 from subquad.kernels.host.gpu_child import Lowered, lower
 from subquad.kernels.kernel import GPU_TEMPLATES, kernel_symbol, load_template
+from subquad.runtime.kernel_tools import compiler
 
 DEVICE_TYPE = 4
 """DLPack's number of OpenCL."""

@@ -10,8 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.block_select.semantics import BlockSelectVariant
+from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.host.targets import X86_64_V3, X86_64_V4
 from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.kernels.hybrid_decode.semantics import HybridDecodeVariant, HybridStateVariant
 from subquad.kernels.kernel import CPU_TEMPLATES, CpuTarget
 from subquad.kernels.templates.parameters import HybridParameters, TileParameters
 from subquad.kernels.templates.space import Params, Space
@@ -204,6 +207,11 @@ DENSE = AttentionVariant(4, 2, 64, 64, 0.125, window_right=0)
 LINEAR = HybridVariant(4, 4, 64, 64, 0.125, allowed_right=0, feature_map="elu")
 WINDOW = HybridVariant(4, 4, 64, 64, 0.125, 63, 0, 4, allowed_right=0)
 BOTH = HybridVariant(4, 4, 64, 64, 0.125, 63, 0, allowed_right=0, feature_map="elu")
+SPARSE = BlockSparseVariant(4, 4, 64, 64, 0.125, block=64, window_right=0)
+SELECT = BlockSelectVariant(4, 2, 64, 0.125, block=64, window_right=0)
+STEP = HybridDecodeVariant(4, 4, 64, 64, 0.125, window_left=63, sinks=4, feature_map="elu")
+STATE = HybridStateVariant(4, 4, 64, 64, 0.125, window_left=63, sinks=4, feature_map="elu")
+EVERY = (DENSE, LINEAR, WINDOW, BOTH, SPARSE, SELECT, STEP, STATE)
 
 
 def own_space(variant: object, target: CpuTarget = X86_64_V3) -> Space:
@@ -212,7 +220,11 @@ def own_space(variant: object, target: CpuTarget = X86_64_V3) -> Space:
     return space
 
 
-@pytest.mark.parametrize("variant", [DENSE, LINEAR, WINDOW, BOTH])
+def test_every_template_has_a_space() -> None:
+    assert {variant.op_type for variant in EVERY} == set(CPU_TEMPLATES)
+
+
+@pytest.mark.parametrize("variant", EVERY, ids=lambda v: v.op_type)
 @pytest.mark.parametrize("target", [X86_64_V3, X86_64_V4])
 def test_spaces_of_templates(variant: object, target: CpuTarget) -> None:
     space = own_space(variant, target)
