@@ -4,7 +4,9 @@
    untransposed (tied embeddings): then the ``Transpose`` node stays and the file holds one copy.
    ONNX Runtime folds that node when it creates the session.
 2. Small constant expressions are folded; constants become initializers.
-3. Equal nodes are merged, dead ones removed.
+3. Masks of ``Attention`` nodes with one row for all queries get a row for each: ONNX Runtime does
+   not broadcast that axis, though the operator does.
+4. Equal nodes are merged, dead ones removed.
 
 Nothing is fused, inlined or rewritten: the recogniser wants the graph as it was traced. (The
 optimiser's rewrite rules also cost more time than the export itself.)
@@ -31,6 +33,7 @@ _GENERATORS = frozenset({"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", 
 def simplify(model: ir.Model) -> None:
     """Run all of the above, in place."""
     fold_weight_transposes(model.graph)
+    widen_masks(model.graph)
     optimizer.fold_constants(
         model,
         onnx_shape_inference=False,
@@ -50,6 +53,30 @@ def simplify(model: ir.Model) -> None:
         common.NameFixPass(),
     )(model)
     register_dangling_constants(model)
+
+
+def widen_masks(graph: ir.Graph) -> None:
+    """Rule 3."""
+    for node in tuple(graph):
+        if node.op_type != "Attention" or node.domain != "" or len(node.inputs) < 4:
+            continue
+        query, mask = node.inputs[0], node.inputs[3]
+        if query is None or query.shape is None or mask is None or mask.shape is None:
+            continue
+        axis = len(query.shape) - 2  # [B, H, N, D] or [B, N, H * D]
+        if len(mask.shape) < 2 or mask.shape[-2] != 1 or query.shape[axis] == 1:
+            continue
+        one = ir.node("Constant", [], attributes={"value_ints": [1]})
+        length = ir.node("Shape", [query], attributes={"start": axis, "end": axis + 1})
+        target = ir.node("Concat", [length.outputs[0], one.outputs[0]], attributes={"axis": 0})
+        wide = ir.node("Expand", [mask, target.outputs[0]])
+        (value,) = wide.outputs
+        value.type = mask.type
+        dims = list(mask.shape)
+        dims[-2] = query.shape[axis]
+        value.shape = ir.Shape(dims)
+        graph.insert_before(node, [one, length, target, wide])
+        node.replace_input_with(3, value)
 
 
 def fold_weight_transposes(graph: ir.Graph) -> None:
