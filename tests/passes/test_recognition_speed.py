@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -19,6 +18,7 @@ from exact_folder import save_decoder
 from subquad.converter.onnx_source import trace_onnx
 from subquad.passes import raise_attention as module
 from subquad.passes.canonicalise import canonicalise
+from subquad.passes.recognise.probe import NodeProbes
 
 LAYERS = 24
 pytestmark = pytest.mark.slow
@@ -72,9 +72,6 @@ def test_with_probing(source: ir.Model) -> None:
 
 
 def test_without_probing(source: ir.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_points(*_: Any) -> tuple[int, float]:
-        return 0, 0.0
-
     monkeypatch.setattr(module, "probe_masks", lambda *_: 0)
-    monkeypatch.setattr(module, "probe_node", no_points)
+    monkeypatch.setattr(module, "probe_node", lambda *_: NodeProbes())
     assert seconds(source.clone()) < 10
