@@ -155,7 +155,8 @@ def _cell(cell: Cell | None) -> str:
     if cell.failure:
         return "*export*"
     differs = cell.export_error is None or cell.export_error > EXPORT_TOLERANCE
-    error = cell.source_error if differs else cell.eager_error
+    known = cell.source_error is not None
+    error = cell.source_error if differs and known else cell.eager_error
     shown = f" {error:.0e}" if cell.raised and error is not None else ""
     return f"{len(cell.raised)}/{cell.sites}{shown}{'!' if differs else ''}"
 
