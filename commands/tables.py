@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,10 @@ def print_sites(console: Console, records: Sequence[Mapping[str, Any]], *, conve
         console.print(line, markup=False, highlight=False)
     if converted:
         _print_tuned_sites(console, records)
+        kept = Counter(record["keeps"] for record in records if record.get("keeps"))
+        for what, count in kept.items():
+            line = f"kept for the next call, {count} attentions: {what}"
+            console.print(line, markup=False, highlight=False)
     for record in records:
         if record["reason"]:
             line = f"{record['site']['name']}: {record['reason']}"

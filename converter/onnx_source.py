@@ -12,13 +12,14 @@ from onnxscript import version_converter
 
 from subquad.converter.huggingface import find_companions
 from subquad.converter.onnx_checks import custom_domains, external_files, read_proto
-from subquad.converter.signature import describe_signature
+from subquad.converter.signature import describe_signature, extended_to
 from subquad.converter.simplify import simplify
 from subquad.converter.source_hash import hash_files
 from subquad.converter.torch_export import IR_VERSION, OPSET, quiet, rename_dimensions
 from subquad.converter.traced import TracedModel
 from subquad.converter.weights import StoredTensor
 from subquad.runtime.errors import SubquadError, UnsupportedModelError
+from subquad.runtime.past import PAST
 from subquad.runtime.session import translated_errors
 
 # Names exporters make up (s53, unk__0, Identity463_dim_0): they say nothing about equality.
@@ -55,6 +56,7 @@ def trace_onnx(path: Path) -> TracedModel:
         _infer_shapes(model)
         simplify(model)
     _name_dimensions(model, reference)
+    _name_past(model, reference)
     model.ir_version = IR_VERSION
     specs = describe_signature(model.graph)
     return TracedModel(
@@ -191,6 +193,36 @@ def _name_dimensions(model: ir.Model, reference: ir.Model) -> None:
         # The converter's inference may know more than what the exporter wrote down.
         if original is not None and original.shape is None:
             original.shape = value.shape
+
+
+def _name_past(model: ir.Model, reference: ir.Model) -> None:
+    """Call the tokens of earlier calls ``past``, where inputs of the graph hold them.
+
+    What an exporter calls the sum of these and the new tokens becomes that sum.
+    """
+    inputs = model.graph.inputs
+    pasts = {value: output for value in inputs if (output := extended_to(value)) is not None}
+    integers = (ir.DataType.INT64, ir.DataType.INT32)
+    tokens = [
+        str(value.shape[1])
+        for value in inputs
+        if value.dtype in integers
+        and value.shape is not None
+        and len(value.shape) == 2
+        and not any(word in (value.name or "") for word in ("mask", "position"))
+    ]
+    if not pasts or not tokens:
+        return
+    renames: dict[str, str] = {}
+    for value, output in pasts.items():
+        assert value.shape is not None
+        before, after = str(value.shape[2]), str(output.shape[2]) if output.shape else ""
+        if before.isidentifier():
+            renames[before] = PAST
+        if after.isidentifier() and after != before:
+            renames[after] = f"{PAST} + {tokens[0]}"
+    for other in (model, reference):
+        rename_dimensions(other, renames)
 
 
 def _deepest(error: BaseException) -> str:

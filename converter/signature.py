@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from subquad.runtime.errors import UnsupportedModelError
 from subquad.runtime.manifest import InputRole, InputSpec, OutputSpec
+from subquad.runtime.past import PAST
 
 # Ops an index passes through unchanged on its way to a Gather.
 _INDEX_PRESERVING = frozenset(
@@ -19,12 +20,12 @@ _MASK_NAMES = ("mask",)
 def describe_signature(graph: ir.Graph) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
     """Specs of all inputs and outputs of ``graph``.
 
-    Roles: a float input that a ``Concat`` extends to an output of the graph is ``past``, and that
-    output carries it on. An integer input that indexes rows of a weight table (``Gather`` on
-    axis 0) is
-    ``token_ids`` for the largest such table and ``ids`` for the others; both get ``high``. Any
-    other ``[batch, length]`` integer or bool input is a ``padding_mask``, as is a float one whose
-    name says so. The rest are ``values``.
+    Roles: a float input whose third dimension is ``past``, and that a ``Concat`` extends to an
+    output of the graph, is ``past``; that output carries it on. An integer input that indexes rows
+    of a weight table (``Gather`` on axis 0) is ``token_ids`` for the largest such table and ``ids``
+    for the others; both get ``high``. Any other ``[batch, length]`` integer or bool input is a
+    ``padding_mask``, as is a float one whose name says so. Positions are ``ids`` always. The rest
+    are ``values``.
 
     Raises:
         UnsupportedModelError: an input or output has no dtype or no rank.
@@ -35,7 +36,11 @@ def describe_signature(graph: ir.Graph) -> tuple[tuple[InputSpec, ...], tuple[Ou
     tables = {name: n for name, n in rows.items() if n is not None and "position" not in name}
     vocabulary = max(tables.values(), default=None)
     token_input = next((name for name, count in tables.items() if count == vocabulary), None)
-    carried = {value: output for value in inputs if (output := _extended_to(value)) is not None}
+    carried = {
+        value: output
+        for value in inputs
+        if (output := extended_to(value)) is not None and _counts_past(value)
+    }
     specs = []
     for value in inputs:
         name = value.name or ""
@@ -65,7 +70,13 @@ def describe_signature(graph: ir.Graph) -> tuple[tuple[InputSpec, ...], tuple[Ou
     return tuple(specs), tuple(outputs)
 
 
-def _extended_to(value: ir.Value) -> ir.Value | None:
+def _counts_past(value: ir.Value) -> bool:
+    assert value.shape is not None
+    dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+    return dims[2] == PAST and all(isinstance(dims[axis], int) for axis in (1, 3))
+
+
+def extended_to(value: ir.Value) -> ir.Value | None:
     """The output of the graph that is ``value`` with new entries behind its own."""
     if value.dtype != ir.DataType.FLOAT or value.shape is None or len(value.shape) != 4:
         return None

@@ -29,6 +29,8 @@ def at_start(dim: int | str) -> int | str:
     if not isinstance(dim, str):
         return dim
     terms = [term for term in dim.split(" + ") if term != PAST]
+    if len(terms) == 1 and terms[0].isdecimal():
+        return int(terms[0])
     return " + ".join(terms) if terms else 0
 
 

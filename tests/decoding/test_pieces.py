@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 
 import subquad
 import tiny_decoders
+from subquad.converter.pipeline import convert
 from subquad.runtime.artifact import Artifact
 from subquad.runtime.decoding import Decoding
 from subquad.runtime.errors import UsageError
@@ -119,6 +122,37 @@ def test_validate_tests_pieces(converted: Make, case: tuple[str, ...]) -> None:
     assert result.verdict == ("pass" if len(case) == 1 else "measured"), result.reasons
     assert result.metamorphic is not None and not result.metamorphic.violations
     assert result.metamorphic.checks["pieces"] == 8  # two lengths of two tokens or more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "total", ["total_sequence_length", "past_sequence_length + sequence_length"]
+)
+def test_an_onnx_file_with_a_cache(converted: Make, tmp_path: Path, total: str) -> None:
+    """As other exporters name its dimensions."""
+    made = converted("llama")
+    names = {
+        "batch": "batch_size",
+        "length": "sequence_length",
+        "past": "past_sequence_length",
+        "past + length": total,
+    }
+    model = onnx.load(made.artifact / "reference.onnx")
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = names[dim.dim_param]
+    del model.graph.value_info[:]
+    onnx.save(model, tmp_path / "llama.onnx")
+    convert(tmp_path / "llama.onnx", tmp_path / "artifact", force=("window:5@1",))
+    pasts = _pasts(tmp_path / "artifact")
+    assert pasts["past_key_values.0.key"] == ("batch", 2, "past", 10)
+    assert pasts["past_key_values.1.window_keys"] == ("batch", 2, 4, 10)
+    ids, real = _padded()
+    artifact = subquad.load(tmp_path / "artifact")
+    want = _in_pieces(artifact, ids, real, CUTS["whole"])[real]
+    for cuts in CUTS.values():
+        _assert_same(_in_pieces(artifact, ids, real, cuts)[real], want)
 
 
 def _pasts(folder: object) -> dict[str, tuple[int | str, ...]]:
