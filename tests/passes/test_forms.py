@@ -278,6 +278,36 @@ def test_three_axes_are_one_head() -> None:
     assert np.linalg.norm(want - got) <= 1e-5 * np.linalg.norm(want)
 
 
+def merged(g: Graph, x: str) -> str:
+    """torch's MultiheadAttention: ``[length, batch, heads * dim]`` as ``[batch * heads, ...]``."""
+    length, batch = (g("Shape", x, start=a, end=a + 1) for a in (0, 1))
+    shape = g("Concat", length, g("Mul", batch, [H]), [D], axis=0)
+    return g("Transpose", g("Reshape", x, shape), perm=[1, 0, 2])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_merged_throughout(masked: bool) -> None:
+    """Batch and heads are one axis from the scores to the output: split by the axis's size."""
+    g = Graph()
+    q, k, v = (merged(g, g.input(name, FLOAT, [N, B, H * D])) for name in "qkv")
+    scores = g("MatMul", g("Mul", q, 0.2), g("Transpose", k, perm=[0, 2, 1]))
+    if masked:
+        slots = g.arange(g.dim("q", 0))
+        later = g("Greater", g("Unsqueeze", slots, [0]), g("Unsqueeze", slots, [1]))
+        scores = g("Add", scores, g("Unsqueeze", g("Where", later, -1e9, 0.0), [0]))
+    y = g("MatMul", g("Softmax", scores, axis=-1), v)
+    model = g.model([g("Identity", y)])
+    copy, result = raised(model)
+    site = only_site(result)
+    assert (site.num_heads, site.is_self) == (H, True)
+    assert site.mask.describe() == ("causal" if masked else "full")
+    assert not any(node.op_type == "Softmax" for node in copy.graph)
+    given = {n: feeds(17)[n].transpose(2, 0, 1, 3).reshape(17, 3, H * D) for n in "qkv"}
+    want, got = Runner(model)(given)[0], Runner(copy)(given)[0]
+    assert want.shape == got.shape == (3 * H, 17, D)
+    assert np.linalg.norm(want - got) <= 1e-5 * np.linalg.norm(want)
+
+
 def causal_bias3(g: Graph) -> str:
     slots = g.arange(g.dim("q", 1))
     later = g("Greater", g("Unsqueeze", slots, [0]), g("Unsqueeze", slots, [1]))
