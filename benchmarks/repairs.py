@@ -31,7 +31,7 @@ import third_party  # isort: skip  (its folder is on the path by then)
 DEMO = ROOT / "examples" / "demo_model"
 LENGTH = 1024
 METHOD = "lolcats:size=64,sinks=4"
-DISTIL = "rank=16,steps=150,learning_rate=0.004"
+DISTIL = "rank=16,steps=100,learning_rate=0.005"
 ENCODER_LENGTH = 512
 LEE_TOKENS = 384
 ROUNDS = 15
@@ -62,7 +62,7 @@ def demo(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     test = folder / "test.txt"
     test.write_text("\n\n\n".join(documents[::3]), "utf-8")
     shared = ("--lengths", str(LENGTH), "--data", data, *_threads(options))
-    tokens = ("--calibration-tokens", "65536", "--heldout-tokens", "8192")
+    tokens = ("--calibration-tokens", "32768", "--heldout-tokens", "4096")
     ways = {
         "as they start": (),
         "fitted": ("--calibrate", *shared, *tokens),
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--minimize", nargs="+", default=["flops"], help="of minilm")
     parser.add_argument("--distil", default=DISTIL)
     parser.add_argument("--threads")
-    parser.add_argument("--rows", type=int, default=8, help="rows of the test text")
+    parser.add_argument("--rows", type=int, default=4, help="rows of the test text")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     measure, show = WHAT[options.what]
