@@ -23,6 +23,7 @@ from subquad.commands.tables import (
     print_distillation,
     print_gpu_kernels,
     print_heads,
+    print_kernels,
     print_plan,
     print_proofs,
     print_rejections,
@@ -187,9 +188,8 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
 @click.option(
     "--kernels",
     type=click.Choice(["none", "cpu"]),
-    default="none",
-    show_default=True,
-    help="Compile kernels into the artifact, for where it runs; needs subquad[kernels] and g++.",
+    help="Compiled kernels in the artifact; where they cannot be built, it says so and has ONNX "
+    "functions alone [default: $SUBQUAD_KERNELS, else none].",
 )
 @click.option(
     "--require-kernels",
@@ -247,7 +247,7 @@ def convert(
     require_sites: str | None,
     allow_declined: bool,
     strict_causal: bool,
-    kernels: str,
+    kernels: str | None,
     require_kernels: bool,
     targets: tuple[str, ...],
     tuning: bool,
@@ -279,6 +279,7 @@ def convert(
         "require_kernels": require_kernels,
     }
     pipeline = load_pipeline()
+    from subquad.converter.cpu_kernels import will_have_kernels
     from subquad.kernels.tuning.choose import TuningOptions
 
     shared["tuning"] = TuningOptions(tuning, tuning_records, tuning_length)
@@ -298,6 +299,7 @@ def convert(
                 refit=refit,
                 threads=threads,
                 kernels=kernels == "cpu" or require_kernels,
+                artifact_kernels=will_have_kernels(kernels),
             )
             from subquad.converter.planning import convert_with_budget
 
@@ -369,6 +371,7 @@ def convert(
     if distil is not None:
         print_distillation(console, report["distillation"])
     print_branches(console, report.get("branches", ()))
+    print_kernels(console, report["kernels"], len(report["sites"]))
     print_gpu_kernels(console, report["sites"])
     seconds = sum(report["seconds"].values())
     peak = report.get("peak_rss_bytes")

@@ -85,10 +85,13 @@ def print_sites(console: Console, records: Sequence[Mapping[str, Any]], *, conve
         for what, count in kept.items():
             line = f"kept for the next call, {count} attentions: {what}"
             console.print(line, markup=False, highlight=False)
+    reasons: dict[str, list[str]] = {}
     for record in records:
         if record["reason"]:
-            line = f"{record['site']['name']}: {record['reason']}"
-            console.print(line, markup=False, highlight=False)
+            reasons.setdefault(record["reason"], []).append(record["site"]["name"])
+    for reason, names in reasons.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        console.print(f"{names[0]}{others}: {reason}", markup=False, highlight=False)
 
 
 def print_proofs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
@@ -151,6 +154,20 @@ def _print_tuned_sites(console: Console, records: Sequence[Mapping[str, Any]]) -
     if counts:
         text = ", ".join(f"{line}: {count}" for line, count in counts.items())
         console.print(f"kernel parameters: {text}", markup=False, highlight=False)
+
+
+def print_kernels(console: Console, kernels: Mapping[str, Any], sites: int) -> None:
+    """One line: whether there are compiled kernels, or why not."""
+    if kernels["targets"]:
+        targets = ", ".join(kernels["targets"])
+        line = f"kernels: {kernels['attentions']} of {sites} attentions, for {targets}"
+    elif kernels["asked"] == "none":
+        line = "kernels: none, as asked for; attentions run as ONNX functions"
+    elif kernels["missing"]:
+        line = f"kernels: none, attentions run as ONNX functions: {kernels['missing']}"
+    else:
+        line = "kernels: none could be built, attentions run as ONNX functions"
+    console.print(line, markup=False, highlight=False)
 
 
 def print_gpu_kernels(console: Console, sites: Sequence[Mapping[str, Any]]) -> None:

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.base_artifact import base_artifact, reopen
 from subquad.converter.branching import branch_runner, with_fits
+from subquad.converter.cpu_kernels import KernelKind, chosen_kernels
 from subquad.converter.pipeline import (
     ConversionReport,
-    KernelKind,
     Repair,
     Selection,
     StageClock,
@@ -83,7 +83,7 @@ def convert_and_distil(
     work: Path | None = None,
     overwrite: bool = False,
     require_sites: str | None = None,
-    kernels: KernelKind = "none",
+    kernels: KernelKind | None = None,
     require_kernels: bool = False,
     tuning: TuningOptions = DEFAULT_TUNING,
     progress: Progress | None = None,
@@ -100,6 +100,7 @@ def convert_and_distil(
     Raises:
         what ``convert`` raises; UsageError also for bad data.
     """
+    kind = chosen_kernels(kernels)
     clock = StageClock(progress)
     place = work or output.parent / f"{output.name}.work"
     with atomic_directory(output, overwrite=overwrite) as folder:
@@ -131,7 +132,7 @@ def convert_and_distil(
             clock,
             shown_as=output,
             seed=request.seed,
-            kernels=kernels,
+            kernels=kind,
             require_kernels=require_kernels,
             tuning=tuning,
             repair=_with_branches(trained, engine, manifest, data),

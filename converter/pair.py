@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.converter.atomic import atomic_directory
+from subquad.converter.cpu_kernels import join_kernel_facts
 from subquad.converter.huggingface import trace_encoder_decoder
 from subquad.converter.pipeline import (
     ConversionReport,
@@ -97,4 +98,5 @@ def _joined(
         output=str(output),
         files=files,
         check={name: report.check for name, report in reports.items()},
+        facts={"kernels": join_kernel_facts([r.facts["kernels"] for r in reports.values()])},
     )

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -29,6 +29,7 @@ import onnx_ir.passes.common as common_passes
 from subquad import __version__
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.check import check_artifact
+from subquad.converter.cpu_kernels import KernelKind, chosen_kernels, kernel_facts
 from subquad.converter.emit import copy_files, place_files, write_models
 from subquad.converter.gpu import gpu_records, template_name, write_gpu_kernels
 from subquad.converter.html_report import html_report
@@ -82,7 +83,6 @@ if TYPE_CHECKING:
     Source = str | Path | torch.nn.Module | ModuleSource
 
 Progress = Callable[[str, float | None], None]
-KernelKind = Literal["none", "cpu"]
 Repair = Callable[[ir.Model, Sequence[Assignment]], Mapping[str, Any]]
 
 REPORT_NAME = "report.json"
@@ -248,7 +248,7 @@ def convert(
     allow_declined: bool = False,
     seed: int = 0,
     strict_causal: bool = False,
-    kernels: KernelKind = "none",
+    kernels: KernelKind | None = None,
     require_kernels: bool = False,
     targets: Sequence[str] = (),
     cache: bool = False,
@@ -271,7 +271,7 @@ def convert(
         seed: recorded in the manifest; drives every random choice.
         strict_causal: exclude methods that are causal only at a granularity above one token.
         kernels: ``cpu`` adds compiled kernels where they can be built. What has none, and why, is
-            in the report; it runs as ONNX functions.
+            in the report; it runs as ONNX functions. Default: see ``chosen_kernels``.
         require_kernels: an attention without a kernel is an error, for every target; implies
             ``kernels="cpu"`` where there are no targets.
         targets: GPUs to compile kernels for beside the graph, e.g. ``cuda:sm_90``; no GPU needed.
@@ -288,8 +288,7 @@ def convert(
         TargetUnavailableError: kernels are required, and one cannot be built.
         OutputError: ``output`` cannot be written.
     """
-    if kernels not in get_args(KernelKind):
-        raise UsageError(f"kernels must be none or cpu, got {kernels!r}")
+    kernels = chosen_kernels(kernels)
     gpus = tuple(dict.fromkeys(parse_target(text) for text in targets))
     selection = Selection.of(
         force, sites, plan, strict_causal=strict_causal, allow_declined=allow_declined
@@ -350,7 +349,7 @@ def write_artifact(
     *,
     shown_as: Path,
     seed: int,
-    kernels: KernelKind = "none",
+    kernels: KernelKind,
     require_kernels: bool = False,
     gpus: Sequence[GpuTarget] = (),
     templates: Mapping[str, str] = CPU_TEMPLATES,
@@ -387,7 +386,9 @@ def write_artifact(
         with clock.stage("repair"):
             repaired = repair(traced.model, plan)
     built, parameters = KernelBuild(), TunedParameters(templates)
-    if kernels == "cpu" or (require_kernels and not gpus):
+    if require_kernels and not gpus:
+        kernels = "cpu"
+    if kernels == "cpu":
         with clock.stage("kernels"):
             parameters = tuning.parameters(templates, traced.max_length)
             built = build_kernels(
@@ -443,6 +444,7 @@ def write_artifact(
         files=files,
         check=check,
         facts={
+            "kernels": kernel_facts(kernels, built, records),
             **(facts or {}),
             **repaired,
             **(finish(folder) if finish is not None else {}),

@@ -29,10 +29,10 @@ from subquad.converter.atomic import atomic_directory
 from subquad.converter.base_artifact import base_artifact, content_hash, reopen
 from subquad.converter.branching import branch_runner
 from subquad.converter.budget_texts import Metric, Runner, parse_budget
+from subquad.converter.cpu_kernels import KernelKind, chosen_kernels
 from subquad.converter.distilling import distillation
 from subquad.converter.pipeline import (
     ConversionReport,
-    KernelKind,
     Repair,
     StageClock,
     write_artifact,
@@ -92,7 +92,8 @@ class PlanRequest:
         methods: names of the methods to try; empty = all that there are.
         refit: whether output projections are refitted; see ``passes/calibrate/refit.py``.
         threads: for one operator.
-        kernels: whether plans are measured with compiled kernels, as they will run.
+        kernels: whether candidates and plans run with compiled kernels while they are measured.
+        artifact_kernels: whether the artifact will have kernels, which then are what is priced.
         calibration_tokens, heldout_tokens: how many of each to run, per length.
     """
 
@@ -107,6 +108,7 @@ class PlanRequest:
     refit: bool = True
     threads: int | None = None
     kernels: bool = False
+    artifact_kernels: bool = False
     calibration_tokens: int = CALIBRATION_TOKENS
     heldout_tokens: int = HELDOUT_TOKENS
 
@@ -173,7 +175,7 @@ def convert_with_budget(
     work: Path | None = None,
     overwrite: bool = False,
     require_sites: str | None = None,
-    kernels: KernelKind = "none",
+    kernels: KernelKind | None = None,
     require_kernels: bool = False,
     distil: DistilSettings | None = None,
     tuning: TuningOptions = DEFAULT_TUNING,
@@ -192,6 +194,7 @@ def convert_with_budget(
         BudgetError: the artifact as it ships misses the budget.
         and what ``convert`` and ``plan_source`` raise.
     """
+    kind = chosen_kernels(kernels)
     clock = StageClock(progress)
     place = work or output.parent / f"{output.name}.work"
     with atomic_directory(output, overwrite=overwrite) as folder:
@@ -215,7 +218,7 @@ def convert_with_budget(
             clock,
             shown_as=output,
             seed=request.seed,
-            kernels=kernels,
+            kernels=kind,
             require_kernels=require_kernels,
             tuning=tuning,
             facts={
@@ -278,7 +281,10 @@ class _Planning:
         present = [exact.lower(site, exact.parameters()) for site in self._sites]
         # Now that it is known what a table has to know.
         self._prices = choose_prices(
-            request.minimize, request.threads, present, kernels=request.kernels
+            request.minimize,
+            request.threads,
+            present,
+            kernels=request.kernels or request.artifact_kernels,
         )
         split = load_split(self.base, MODEL_NAME, self._sites)
         self._engine = Engine(split, self.base, threads=request.threads, kernels=request.kernels)

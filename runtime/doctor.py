@@ -17,6 +17,7 @@ from subquad.runtime import onnx_wire
 from subquad.runtime.errors import SubquadError, TargetUnavailableError, UsageError
 from subquad.runtime.gpu_kernels import CUDA_ARCHS, RUN_ON_A_GPU, compute_capability
 from subquad.runtime.jsonable import json_ready
+from subquad.runtime.kernel_tools import missing_kernel_tools
 from subquad.runtime.machine import cpu_flags, cpu_model, memory_bytes, usable_cores, versions
 from subquad.runtime.session import CPU, PROVIDERS, onnxruntime, open_session
 
@@ -92,8 +93,9 @@ def examine() -> DoctorReport:
         _program(
             "nvcc", ("nvcc",), "Only needed to compile CUDA kernels. Install the CUDA toolkit."
         ),
-        _cuda_kernels(),
         _tvm(),
+        _cpu_kernels(),
+        _cuda_kernels(),
     ]
     return DoctorReport(tuple(checks))
 
@@ -212,6 +214,15 @@ def _tvm() -> Check:
     found = versions(("apache-tvm",))["apache-tvm"]
     advice = "Only needed to build compiled kernels. pip install 'subquad[kernels]'"
     return Check("tvm", found is not None, found or "not installed", "" if found else advice)
+
+
+def _cpu_kernels() -> Check:
+    """Whether conversions here add compiled kernels."""
+    missing = missing_kernel_tools()
+    if missing:
+        advice = "Conversions succeed without them: attentions run as ONNX functions."
+        return Check("cpu kernels", False, f"cannot be compiled: {missing}", advice)
+    return Check("cpu kernels", True, "can be compiled: convert --kernels cpu")
 
 
 def _cuda_kernels() -> Check:

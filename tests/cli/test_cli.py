@@ -41,6 +41,7 @@ class FakeReport:
             "peak_rss_bytes": 1 << 20,
             "output": "out",
             "files": {},
+            "kernels": {"asked": "none", "targets": [], "attentions": 0, "missing": ""},
         }
 
 

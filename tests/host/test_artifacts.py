@@ -236,13 +236,60 @@ def test_require_kernels_refuses_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_kernels_are_opt_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_ask_for_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def build(*arguments: Any, **options: Any) -> KernelBuild:
+        asked.append(True)
+        return KernelBuild()
+
+    monkeypatch.setattr(pipeline, "build_kernels", build)
+    source = save_tiny_decoder(tmp_path / "tiny.onnx")
+    monkeypatch.setenv("SUBQUAD_KERNELS", "cpu")
+    report = convert(source, tmp_path / "out").to_json()
+    assert asked and report["kernels"]["asked"] == "cpu"
+
+
+def test_kernels_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*arguments: Any, **options: Any) -> KernelBuild:
         raise AssertionError("kernels were built")
 
     monkeypatch.setattr(pipeline, "build_kernels", build)
     source = save_tiny_decoder(tmp_path / "tiny.onnx")
-    report = convert(source, tmp_path / "out")
-    assert [(record["kernel"], record["reason"]) for record in report.sites] == [("", "")]
-    with pytest.raises(UsageError, match="kernels must be none or cpu"):
-        convert(source, tmp_path / "other", kernels="tpu")  # type: ignore[arg-type]
+    for name, options in (("out", {}), ("other", {"kernels": "none"})):
+        report = convert(source, tmp_path / name, **options)  # type: ignore[arg-type]
+        assert [(record["kernel"], record["reason"]) for record in report.sites] == [("", "")]
+        assert report.to_json()["kernels"] == {
+            "asked": "none",
+            "targets": [],
+            "attentions": 0,
+            "missing": "",
+        }
+
+
+def test_an_unknown_kind_of_kernels_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="kernels must be none or cpu, got 'tpu'"):
+        convert("x.onnx", tmp_path / "out", kernels="tpu")  # type: ignore[arg-type]
+    monkeypatch.setenv("SUBQUAD_KERNELS", "off")
+    with pytest.raises(UsageError, match="SUBQUAD_KERNELS must be none or cpu, got 'off'"):
+        convert("x.onnx", tmp_path / "out")
+
+
+def test_the_command_says_why_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_tiny_decoder(tmp_path / "tiny.onnx", capped=True)
+    command = ["convert", str(source), "--overwrite"]
+    done = CliRunner().invoke(cli, [*command, str(tmp_path / "out"), "--kernels", "none"])
+    assert "kernels: none, as asked for; attentions run as ONNX functions" in done.output
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    done = CliRunner().invoke(cli, [*command, str(tmp_path / "out"), "--kernels", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert "kernels: none, attentions run as ONNX functions: no C++ compiler was" in done.output
+    (line,) = [line for line in done.output.splitlines() if "no kernel: " in line]
+    assert " and 1 more: " in line

@@ -24,6 +24,8 @@ def test_everything_is_reported_and_serialisable() -> None:
         "compiler",
         "nvcc",
         "tvm",
+        "cpu kernels",
+        "cuda kernels",
     }
     assert set(names) >= {"cpu", "gpu", "text", "convert", "one runtime"}
     json.dumps(report.to_json(), allow_nan=False)
@@ -41,6 +43,13 @@ def test_a_missing_requirement_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shutil, "which", lambda name: None)
     (sentence,) = examine().missing(["compiler"])
     assert sentence.startswith("compiler is required: not found. Only needed to build")
+
+
+def test_kernels_that_cannot_be_compiled_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    (sentence,) = examine().missing(["cpu kernels"])
+    assert "kernels are built on Linux x86-64 only, this is linux riscv64" in sentence
+    assert "attentions run as ONNX functions" in sentence
 
 
 def test_two_runtimes_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
