@@ -50,15 +50,22 @@ def leads_only_to_guards(node: ir.Node, softmax: ir.Node) -> bool:
             break
         guards.add(found[0])
         weights = found[0].outputs[0]
-    return any(_leads_only_to(node, guard) for guard in guards)
+    return any(_leads_only_to(node, guard, avoid=softmax) for guard in guards)
 
 
-def _leads_only_to(node: ir.Node, guard: ir.Node, steps: int = _MAX_STEPS) -> bool:
+def _leads_only_to(
+    node: ir.Node, guard: ir.Node, steps: int = _MAX_STEPS, *, avoid: ir.Node | None = None
+) -> bool:
+    """Whether all uses of ``node`` end at ``guard``, none of them by way of ``avoid``."""
+    if node is avoid:
+        return False
     uses = [use.node for output in node.outputs for use in output.uses()]
     if not steps or not uses or any(output.is_graph_output() for output in node.outputs):
         return False
     return all(
-        user is guard or user.op_type == "Shape" or _leads_only_to(user, guard, steps - 1)
+        user is guard
+        or user.op_type == "Shape"
+        or _leads_only_to(user, guard, steps - 1, avoid=avoid)
         for user in uses
     )
 

@@ -274,6 +274,21 @@ def test_without_a_guard_rows_that_see_no_key_differ() -> None:
     assert only_site(raised(model)[1]).proof.empty_rows == "other"
 
 
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_guard_may_read_the_product_itself(sunk: bool) -> None:
+    """Without scale and mask the softmax and its guard read one value."""
+    g = Graph()
+    q, k, v = (g.input(name, FLOAT, [B, H, N, D]) for name in "qkv")
+    scores = g("MatMul", q, g("Transpose", k, perm=[0, 1, 3, 2]))
+    logits = g("Concat", scores, per_head(g, scores), axis=-1) if sunk else scores
+    weights = g("Softmax", logits, axis=-1)
+    if sunk:
+        weights = g("Slice", weights, [0], [-1], [3], [1])
+    weights = g("Where", row_is(g, scores, -INF), 0.0, weights)
+    model = g.model([g("Identity", g("MatMul", weights, v))])
+    assert only_site(raised(model)[1]).has_sinks == sunk
+
+
 NO_GUARDS: dict[str, tuple[Callable[[Graph, str, str, str], str], dict[str, Any], str]] = {
     "rows that see a key": (
         lambda g, m, x, w: g("Where", row_is(g, m, 0.0), 0.0, w),
