@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -312,7 +313,8 @@ def _main(wanted: Sequence[str]) -> None:
         try:
             write_export(family, exporter, path)
         except _FAILURES as error:
-            lines = [line for line in str(error).splitlines() if line.strip()] or ["?"]
+            text = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # torch colours its messages
+            lines = [line for line in text.splitlines() if line.strip()] or ["?"]
             failure.write_text(f"{type(error).__name__}: {lines[0]}"[:300], "utf-8")
 
 
