@@ -139,7 +139,7 @@ def _sees_past_key(body: Body, key_mask: ir.Value, left: int) -> ir.Value:
     """1 where an aligned causal query sees a real key, ``[batch, 1, query_len, 1]``."""
     seen = body("CumSum", body("Cast", key_mask, to=7), body.scalar(1, np.int64))
     if left != UNLIMITED:
-        older = body("Pad", seen, [left + 1, 0], None, [1])
+        older = body.pad(seen, 1, 2, before=left + 1)
         seen = body("Sub", seen, body.slice(older, 0, body.dim(key_mask, 1), 1))
     return body.unsqueeze(body.as_float(body("Greater", seen, 0)), 1, 3)
 

@@ -74,11 +74,11 @@ def _build_previous_mean(body: Body, rows: ir.Value, real: ir.Value) -> ir.Value
     present = body("ReduceMax", as_int, [-1], keepdims=1)
     blocks = body.dim(mean, 2)
 
-    def shifted(values: ir.Value, nothing: ir.Value) -> ir.Value:
-        return body.slice(body("Pad", values, [1, 0], nothing, [2]), 0, blocks, 2)
+    def shifted(values: ir.Value) -> ir.Value:
+        return body.slice(body.pad(values, 2, 4, before=1), 0, blocks, 2)
 
-    before = shifted(mean, body.scalar(0.0, np.float32))
-    has_before = body("Cast", shifted(present, body.scalar(0, np.int32)), to=9)
+    before = shifted(mean)
+    has_before = body("Cast", shifted(present), to=9)
     return body("Where", has_before, before, own)
 
 

@@ -104,7 +104,7 @@ def _row(body: Body, variant: StateVariant, given: Mapping[str, ir.Value]) -> _R
         behind = body("GreaterOrEqual", body.arange(body("Add", length, slots)), slots)
         real = body("And", real, behind)
         if mask is not None:
-            padded = body("Pad", body("Cast", mask, to=6), [slots, 0], None, [1])
+            padded = body.pad(body("Cast", mask, to=6), 1, 2, before=slots)
             real = body("And", real, body("Cast", padded, to=9))
         return _Row(length, rows["key"], rows["value"], real, positions, first)
     assert past["values"] is not None
