@@ -85,6 +85,14 @@ def test_names_are_escaped(report: Any) -> None:
     assert "&lt;b&gt;x" in page and "a &amp; b" in page
 
 
+def test_a_plan_that_keeps_an_attention_exact(report: Any) -> None:
+    site = report["planning"]["plan"]["sites"][0]
+    site |= {"method": "dense", "why": "nothing pays here"}
+    for name in ("crossover_length", "causal_granularity", "branches"):
+        site.pop(name, None)
+    assert f"{site['name']} dense nothing pays here –" in _Page(html_report(report)).text
+
+
 def test_a_report_without_a_plan(report: Any) -> None:
     for name in ("planning", "verified", "probes"):
         report.pop(name, None)
