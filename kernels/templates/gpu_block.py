@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
 
-from subquad.kernels.templates.vectors import Expr, store_scalar
+from subquad.kernels.templates.vectors import Expr, cells_in, store_scalar
 
 VECTOR = 4
 """Floats per vector load from shared memory."""
@@ -47,7 +47,7 @@ def keep(value: Expr, dtype: str) -> Expr:
 @contextmanager
 def grid(blocks: Expr, threads: Threads) -> Iterator[Block]:
     """One kernel launch: ``blocks`` (int64, at least 1) blocks of ``threads``."""
-    with T.launch_thread("blockIdx.x", T.cast(blocks, "int32")) as number:
+    with cells_in("local"), T.launch_thread("blockIdx.x", T.cast(blocks, "int32")) as number:
         with T.launch_thread("threadIdx.x", small(threads.x)) as x:
             with T.launch_thread("threadIdx.y", small(threads.y)) as y:
                 # TVM's merging of shared memory takes no load in a binding at the level of the

@@ -6,7 +6,9 @@ Everything is spelled with arithmetic that any LLVM target vectorises; no math l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
@@ -54,7 +56,7 @@ def settle(value: Expr) -> Expr:
 
     It passes through a buffer of one number (a register once compiled), which hides its definition:
     TVM's simplifier follows bound names, and nested minima, maxima and quotients take it minutes.
-    The buffer has no scope, for TVM puts small ones on the stack and local ones on the heap.
+    Its scope is that of ``cells_in``.
     """
     return _through_memory(_as_index(value), "int64")
 
@@ -64,8 +66,25 @@ def settle_float(value: Expr) -> Expr:
     return _through_memory(value, "float32")
 
 
+_CELL_SCOPE = ContextVar("scope of buffers of one number", default="global")
+
+
+@contextmanager
+def cells_in(scope: str) -> Iterator[None]:
+    """Where ``settle`` keeps numbers.
+
+    For CPUs, TVM puts small global buffers on the stack and local ones on the heap; a GPU has no
+    global ones, and local ones are registers.
+    """
+    before = _CELL_SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _CELL_SCOPE.reset(before)
+
+
 def _through_memory(value: Expr, dtype: str) -> Expr:
-    cell = T.alloc_buffer((1,), dtype)
+    cell = T.alloc_buffer((1,), dtype, scope=_CELL_SCOPE.get())
     T.buffer_store(cell, value, [index(0)])
     return bind(cell[index(0)])
 
