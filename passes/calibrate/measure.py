@@ -297,11 +297,20 @@ class _Site:
             some = method.mixed([params if h in chosen else None for h in range(len(order))])
             if some is None:
                 break
-            assignment = Assignment(self._site, method, some)
-            made = self._candidate(method_text(method, some), assignment, states, exact)
-            if not isinstance(made, Rejection):
-                found.append(made[0])
+            found += self._mixed(method, some, states, exact)
         return found
+
+    def _mixed(
+        self,
+        method: Method[Any],
+        params: Any,
+        states: Sequence[State],
+        exact: Sequence[_Exact],
+    ) -> list[Candidate]:
+        """The candidate with these parameters, one of its own for every head, or none."""
+        assignment = Assignment(self._site, method, params)
+        made = self._candidate(method_text(method, params), assignment, states, exact)
+        return [] if isinstance(made, Rejection) else [made[0]]
 
     def _plain_windows(
         self,
@@ -348,10 +357,7 @@ class _Site:
             params = method.mixed([tried[level][0] for level in levels])
             if params is None or len(set(levels)) == 1:
                 continue
-            assignment = Assignment(self._site, method, params)
-            made = self._candidate(method_text(method, params), assignment, states, exact)
-            if not isinstance(made, Rejection):
-                found.append(made[0])
+            found += self._mixed(method, params, states, exact)
         return found
 
     def _candidate(

@@ -20,11 +20,11 @@ from subquad.passes.recognise.guards import after_guard, leads_only_to_guards
 from subquad.passes.recognise.layout import as_key, as_query, as_value
 from subquad.passes.recognise.mask import HIDDEN_BELOW, Mask
 from subquad.passes.recognise.other_forms import quantised_reason
+from subquad.passes.recognise.scores import carries_scores
 from subquad.passes.recognise.sinks import Sinks, read_sinks, without_sinks
 from subquad.passes.recognise.symbolic import Interpreter
 
 # Operators that may stand between the score product and the softmax.
-_TRANSPARENT = ("Cast", "Identity", "Add", "Where", "Mul", "Div", "Tanh")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
@@ -41,7 +41,7 @@ def read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
     if axis not in (-1, rank - 1):
         raise OpaqueError(f"softmax over axis {axis}, not over keys")
     unshifted, largest = _unshifted(logits, interpreter)
-    sinks, scores = read_sinks(unshifted, _carries_scores, interpreter)
+    sinks, scores = read_sinks(unshifted, carries_scores, interpreter)
     masks, value = _peel_masks(scores, interpreter)
     facts = Facts(interpreter, masks)
     facts.scores(logits)
@@ -125,22 +125,6 @@ def _through_casts(value: ir.Value, interpreter: Interpreter) -> ir.Value:
         value = source
 
 
-def _carries_scores(value: ir.Value) -> bool:
-    """Whether ``value`` comes from a matrix product through operators that scores pass."""
-    stack, seen = [value], set()
-    while stack:
-        current = stack.pop()
-        node = current.producer()
-        if node is None or current in seen:
-            continue
-        seen.add(current)
-        if node.op_type == "MatMul":
-            return True
-        if node.op_type in _TRANSPARENT:
-            stack.extend(v for v in node.inputs if v is not None)
-    return False
-
-
 def _peel_masks(value: ir.Value, interpreter: Interpreter) -> tuple[list[Mask], ir.Value]:
     """Masks added to, or selecting, the scores; nearest the softmax first."""
     masks: list[Mask] = []
@@ -151,7 +135,7 @@ def _peel_masks(value: ir.Value, interpreter: Interpreter) -> tuple[list[Mask], 
             return masks, value
         if node.op_type == "Add":
             left, right = node_input(node, 0), node_input(node, 1)
-            carrying = [_carries_scores(left), _carries_scores(right)]
+            carrying = [carries_scores(left), carries_scores(right)]
             if carrying == [True, True]:
                 raise OpaqueError("two computed terms are added: a score bias, not a mask")
             if carrying == [False, False]:
@@ -163,7 +147,7 @@ def _peel_masks(value: ir.Value, interpreter: Interpreter) -> tuple[list[Mask], 
             masks.append((mask, "additive"))
             continue
         condition, chosen, other = (node_input(node, i) for i in range(3))
-        value, fill = (chosen, other) if _carries_scores(chosen) else (other, chosen)
+        value, fill = (chosen, other) if carries_scores(chosen) else (other, chosen)
         filled = uniform(fill, interpreter)
         if filled is None or not filled <= HIDDEN_BELOW:
             what = "values that vary" if filled is None else f"{filled:g}"

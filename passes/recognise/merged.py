@@ -20,10 +20,11 @@ from typing import Any
 import onnx_ir as ir
 
 from subquad.passes.recognise.affine import ONE, OpaqueError
+from subquad.passes.recognise.scores import SCORE_OPERATORS, carries_scores
 from subquad.passes.recognise.symbolic import Interpreter
 
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Cast", "Identity", "Tanh")
-_PASSED = ("Add", "Where", "Mul", "Div", "Cast", "Identity", "Tanh")
+_RESHAPED = ("Reshape",)
 
 
 def split_merged_heads(model: ir.Model, interpreter: Interpreter) -> None:
@@ -56,7 +57,7 @@ def _split_throughout(graph: ir.Graph, softmax: ir.Node, interpreter: Interprete
     logits = softmax.inputs[0]
     heads = None if logits is None else _heads_of_axis(logits, interpreter)
     path = _to_product(softmax)
-    if logits is None or heads is None or path is None or not _is_scores(logits):
+    if logits is None or heads is None or path is None or not carries_scores(logits, _RESHAPED):
         return False
     rewriter = _Rewriter(interpreter, heads)
     scores = rewriter.scores(logits)
@@ -120,26 +121,12 @@ def _split_before(softmax: ir.Node, interpreter: Interpreter) -> ir.Node | None:
             return None
         if node.op_type == "Reshape":
             return node if _splits(node.inputs[0], node.outputs[0], interpreter) else None
-        if node.op_type not in _PASSED:
+        if node.op_type not in SCORE_OPERATORS:
             return None
-        value = next((v for v in node.inputs if v is not None and _is_scores(v)), None)
+        value = next(
+            (v for v in node.inputs if v is not None and carries_scores(v, _RESHAPED)), None
+        )
     return None
-
-
-def _is_scores(value: ir.Value) -> bool:
-    """Whether a matrix product is behind it, through the operators between scores and softmax."""
-    stack, seen = [value], set()
-    while stack:
-        current = stack.pop()
-        node = current.producer()
-        if node is None or current in seen:
-            continue
-        seen.add(current)
-        if node.op_type == "MatMul":
-            return True
-        if node.op_type in (*_PASSED, "Reshape"):
-            stack.extend(v for v in node.inputs if v is not None)
-    return False
 
 
 def _splits(merged: ir.Value | None, split: ir.Value, interpreter: Interpreter) -> bool:
@@ -204,7 +191,7 @@ class _Rewriter:
                 rank = self._rank(v)
                 if rank is None or rank > 3:
                     return None
-                if rank == 3 and _is_scores(v):
+                if rank == 3 and carries_scores(v, _RESHAPED):
                     parts.append(self.scores(v))
                 elif rank == 3 and self._interpreter.tensor(v).shape[0] != ONE:
                     parts.append(self.split(v))

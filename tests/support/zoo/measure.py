@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_graphs import Runner
 from subquad.converter.onnx_source import trace_onnx
 from subquad.passes.canonicalise import canonicalise
 from subquad.passes.raise_attention import raise_attention
 from subquad.passes.recognise.site import AttentionSite
+from subquad.passes.recognise.subgraph import ORT_ERRORS
 from subquad.runtime.errors import SubquadError
 from subquad.runtime.jsonable import json_ready
 from zoo.exports import Arrays, ExportError, cache_folder, export, key_of
@@ -45,13 +45,6 @@ _CODE = (
     "tests/support/zoo/measure.py",
 )
 _PACKAGES = ("onnxruntime", "onnx-ir", "onnxscript", "onnx", "numpy")
-_ORT_ERRORS = (
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-)
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ class _Outputs:
         try:
             self._runner = self._runner or Runner(self._model)
             return self._runner(feeds)[0]
-        except _ORT_ERRORS as error:
+        except ORT_ERRORS as error:
             self.failure = str(error).strip().splitlines()[0].split(" was false. ")[-1][:200]
             return None
 
