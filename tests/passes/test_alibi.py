@@ -188,6 +188,18 @@ NOT_ALIBI: dict[str, tuple[Builder, bool]] = {
         ),
         False,
     ),
+    **{
+        f"turning {tokens} tokens away": (
+            lambda g, tokens=tokens: g(
+                "Where",
+                g("Less", distance(g), [tokens]),
+                sloped(g, distance(g)),
+                sloped(g, distance(g), -1.0),
+            ),
+            False,
+        )
+        for tokens in (-1, 2)
+    },
     "for each length": (
         lambda g: sloped(g, g("Mul", g("Unsqueeze", slots(g), [0]), g.dim("q", 2)), 0.01),
         True,

@@ -42,6 +42,17 @@ def test_frequencies_are_the_probabilities() -> None:
     np.testing.assert_allclose(shares, np.exp(LOGITS), atol=0.03)
 
 
+def test_rows_draw_by_themselves() -> None:
+    def draws(logits: list[np.ndarray]) -> np.ndarray:
+        sampler = Sampler(Sampling(1.0, seed=3), len(logits))
+        return np.array([sampler.choose(np.stack(logits)) for _ in range(50)])
+
+    alike = draws([LOGITS, LOGITS])
+    assert (alike[:, 0] != alike[:, 1]).any()
+    # What another row draws from changes nothing.
+    np.testing.assert_array_equal(draws([LOGITS[::-1], LOGITS])[:, 1], alike[:, 1])
+
+
 @pytest.mark.parametrize(
     "bad",
     [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}]
