@@ -7,20 +7,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_cases import cases_named
 from onnx_graphs import Runner
 from subquad.passes.canonicalise import canonicalise
 from subquad.passes.raise_attention import raise_attention
-
-ORT_ERRORS = (
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-    ort_errors.InvalidGraph,
-)
 
 
 def outcome(case: Any) -> str:
@@ -45,6 +36,10 @@ def outcome(case: Any) -> str:
 def test_every_case_is_raised_or_declined() -> None:
     cases = cases_named("test_attention")
     assert len(cases) >= 186
-    outcomes = Counter(outcome(case) for case in cases)
     # Half of them are the operator, half its expansion into other operators.
-    assert outcomes["raised"] >= 110, outcomes
+    kinds = Counter(
+        ("expansion" if "expanded" in case.name else "operator", outcome(case)) for case in cases
+    )
+    raised = {kind: kinds[kind, "raised"] for kind in ("operator", "expansion")}
+    print(f"raised of {len(cases)}: {raised}")
+    assert raised["operator"] >= 42 and raised["expansion"] >= 74, kinds
