@@ -79,9 +79,7 @@ def pairs_table(g: Graph) -> str:
 
 def chosen(g: Graph) -> str:
     """``where(later, slope * distance, -slope * distance)``."""
-    far = distance(g)
-    later = g("Less", far, [0])
-    return g("Where", later, sloped(g, far), sloped(g, far, -1.0))
+    return turning(g, 0)
 
 
 SIGNED: dict[str, Builder] = {
@@ -167,6 +165,13 @@ def counted(g: Graph) -> str:
     return sloped(g, keys)
 
 
+def turning(g: Graph, distance_of_turn: int) -> str:
+    """Like ``chosen``, but the sign changes some tokens away from the query."""
+    far = distance(g)
+    later = g("Less", far, [distance_of_turn])
+    return g("Where", later, sloped(g, far), sloped(g, far, -1.0))
+
+
 NOT_ALIBI: dict[str, tuple[Builder, bool]] = {
     "bent": (bent_table, True),
     "counted real tokens": (counted, True),
@@ -188,18 +193,8 @@ NOT_ALIBI: dict[str, tuple[Builder, bool]] = {
         ),
         False,
     ),
-    **{
-        f"turning {tokens} tokens away": (
-            lambda g, tokens=tokens: g(
-                "Where",
-                g("Less", distance(g), [tokens]),
-                sloped(g, distance(g)),
-                sloped(g, distance(g), -1.0),
-            ),
-            False,
-        )
-        for tokens in (-1, 2)
-    },
+    "turning early": (lambda g: turning(g, -1), False),
+    "turning late": (lambda g: turning(g, 2), False),
     "for each length": (
         lambda g: sloped(g, g("Mul", g("Unsqueeze", slots(g), [0]), g.dim("q", 2)), 0.01),
         True,
