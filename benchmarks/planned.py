@@ -3,9 +3,10 @@
     python benchmarks/planned.py --length 4096 --budget ppl=1% --kernels cpu     # SmolLM2-135M
     python benchmarks/planned.py --source examples/demo_model --length 1024 --budget ppl=2%
 
-Calibrates on articles of Wikipedia and files of the standard library, then validates the artifact
-on other articles and other files. Prints one row per text: perplexity over that of the source; what
-was saved, what planning took, and how far the artifact still copies. ``--output``: all as JSON.
+Calibrates on articles of Wikipedia and files of the standard library, two kinds of documents on
+each of which the budget must hold, then validates the artifact on other articles and other files.
+Prints one row per text: perplexity over that of the source; what was saved, what planning took, and
+how far the artifact still copies. ``--output``: all as JSON.
 ``--folder`` keeps texts and artifact; the same command goes on there if it was interrupted.
 """
 
@@ -57,16 +58,19 @@ def sources() -> list[str]:
 
 
 def write_texts(folder: Path) -> tuple[Path, dict[str, Path]]:
-    """The calibration folder, and a test text of each kind; every third document is for tests."""
+    """The calibration folder, one folder in it for each kind, and a test text of each kind.
+
+    Every third document is for tests.
+    """
     calibration = folder / "calibration"
-    calibration.mkdir(exist_ok=True)
     tests = {}
     for kind, documents in {"wikipedia": articles(), "code": sources()}.items():
         tests[kind] = folder / f"{kind}.txt"
         tests[kind].write_text("\n\n\n".join(documents[::3][:12]), "utf-8")
+        (calibration / kind).mkdir(parents=True, exist_ok=True)
         rest = [text for index, text in enumerate(documents) if index % 3]
         for number, text in enumerate(rest[:12]):
-            (calibration / f"{kind}{number:02}.txt").write_text(text[:LONGEST], "utf-8")
+            (calibration / kind / f"{number:02}.txt").write_text(text[:LONGEST], "utf-8")
     return calibration, tests
 
 

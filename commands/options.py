@@ -172,7 +172,8 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
             multiple=True,
             type=click.Path(path_type=Path),
             help="Inputs to calibrate on; part of them is held out. A text, .jsonl or .npz file, "
-            "or a folder of such files; may repeat.",
+            "or a folder of such files; may repeat. Each one, and each subfolder, is a kind of "
+            "documents on which the budget must hold.",
         ),
         click.option(
             "--calibration-tokens",

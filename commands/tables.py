@@ -239,13 +239,11 @@ def print_plan(console: Console, report: Mapping[str, Any]) -> None:
         markup=False,
         highlight=False,
     )
-    errors = measured["standard_errors"]
-    figures = ", ".join(
-        f"{name} {value:.4g}" + (f" +- {errors[name]:.2g}" if name in errors else "")
-        for name, value in measured["metrics"].items()
-    )
     budget = ", ".join(found["budget"])
-    console.print(f"held out: {figures}; budget {budget}", markup=False, highlight=False)
+    line = f"held out: {_figures(measured)}; budget {budget}"
+    console.print(line, markup=False, highlight=False)
+    for name, figures in measured.get("groups", {}).items():
+        console.print(f"  {name}: {_figures(figures)}", markup=False, highlight=False)
     for note in found["data"]["notes"]:
         console.print(f"note: {note}", markup=False, highlight=False)
     seconds = sum(report["seconds"].values())
@@ -254,6 +252,14 @@ def print_plan(console: Console, report: Mapping[str, Any]) -> None:
         f"{size_text(report['peak_rss_bytes'])}",
         markup=False,
         highlight=False,
+    )
+
+
+def _figures(measured: Mapping[str, Any]) -> str:
+    errors = measured["standard_errors"]
+    return ", ".join(
+        f"{name} {value:.4g}" + (f" +- {errors[name]:.2g}" if name in errors else "")
+        for name, value in measured["metrics"].items()
     )
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ from subquad.passes.calibrate.data import (
     CalibrationData,
     open_data,
 )
-from subquad.passes.calibrate.engine import Engine
+from subquad.passes.calibrate.engine import Engine, Finish
 from subquad.passes.calibrate.measure import Question, assignment_of, measure_sites
 from subquad.passes.calibrate.refit import refit_projections
 from subquad.passes.calibrate.score import Score, Scorer
@@ -291,9 +292,9 @@ class _Planning:
         with clock.stage("measure"):
             measured = self._measure(probes)
         with clock.stage("search"):
-            budget = PlanBudget(self._limits, self._drop, self._custom_base())
-            self._budget = budget
-            found = search(measured, budget, self._judge)
+            self._budget = PlanBudget(self._limits)
+            self._budget = PlanBudget(self._limits, self._drop, self._custom_base())
+            found = search(measured, self._budget, self._judge)
         with clock.stage("branches"):
             found, branches = self._without_idle_branches(measured, found)
             self._chosen = found.chosen
@@ -314,6 +315,7 @@ class _Planning:
                         "description": self._data.description,
                         "digest": self._data.digest,
                         "synthetic": self._data.synthetic,
+                        "groups": list(self._data.groups) if self._data.groups != ("",) else [],
                         "notes": list(self._data.notes),
                         "measured_lengths": list(self._data.lengths),
                     },
@@ -495,16 +497,17 @@ class _Planning:
 
     def _judge(self, choice: Choice) -> Score:
         """Run one plan on the held-out inputs, or remember its run."""
-        metric = self._request.budget if self._metric is not None else ()
-        name = f"runs/{self._key_of_run(choice, metric=metric)}.json"
+        # The budget decides when a run is stopped.
+        name = f"runs/{self._key_of_run(choice, budget=self._request.budget)}.json"
         known = self._work.load(name)
         if known is not None:
             return Score.from_json(known)
         plan = self._plan(choice)
         if choice:
             self._teach()
-            feeds = [batch.feeds for batch in self._data.heldout]
-            score = self._scorer.score(lambda finish: self._engine.run(feeds, plan, finish=finish))
+            # The user's metric is taken of whole runs only.
+            enough = self._budget.is_hopeless if self._metric is None else None
+            score = self._scorer.score(lambda finish: self._one_by_one(plan, finish), enough)
         else:
             score = self._scorer.exact()
         if self._metric is not None:
@@ -512,6 +515,11 @@ class _Planning:
         self._work.save(name, score.to_json())
         self._show(f"tried a plan of {len(choice)} replacements", None)
         return score
+
+    def _one_by_one(self, plan: Mapping[int, Assignment], finish: Finish) -> None:
+        """The held-out inputs in turns of their kinds, so that a run can be stopped."""
+        for number, batch in enumerate(self._data.heldout):
+            self._engine.run([batch.feeds], plan, finish=partial(_as_number, finish, number))
 
     def _plan(self, choice: Choice) -> dict[int, Assignment]:
         return {
@@ -575,11 +583,15 @@ class _Planning:
             self._clock.progress(message, share)
 
 
+def _as_number(finish: Finish, number: int, _: int, outputs: Mapping[str, NDArray[Any]]) -> None:
+    finish(number, outputs)
+
+
 def _with_custom(score: Score, metric: Metric, run: Runner) -> Score:
     value = metric(run)
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
         raise UsageError(f"The metric must return a number, got {type(value).__name__}.")
-    return Score(score.metrics, score.errors, score.damage, float(value))
+    return replace(score, custom=float(value))
 
 
 def _artifact_runner(artifact: Artifact) -> Runner:

@@ -8,6 +8,7 @@ from typing import Any
 from subquad.passes.calibrate.branches import Branches
 from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
 from subquad.passes.calibrate.measure import assignment_of, site_price
+from subquad.passes.calibrate.score import Figures
 from subquad.passes.plan import DENSE
 from subquad.passes.plan_file import PlanFile, SitePlan
 from subquad.passes.planner import Judged, SearchResult, steps_of
@@ -146,11 +147,22 @@ def _saving(judged: Judged, found: SearchResult) -> float | None:
 
 
 def _score(judged: Judged) -> dict[str, Any]:
-    raw = judged.score.to_json()
-    metrics = {k: _rounded(v) for k, v in raw["metrics"].items() if v is not None}
-    errors = {k: _rounded(v) for k, v in raw["errors"].items()}
-    custom = {} if raw["custom"] is None else {"custom": _rounded(raw["custom"])}
-    return {"metrics": metrics, "standard_errors": errors, **custom}
+    score = judged.score
+    entry = _figures(score)
+    if score.groups:
+        entry["groups"] = {name: _figures(figures) for name, figures in score.groups.items()}
+    if score.custom is not None:
+        entry["custom"] = _rounded(score.custom)
+    if score.share < 1:
+        entry["share_of_inputs"] = _rounded(score.share)
+    return entry
+
+
+def _figures(figures: Figures) -> dict[str, Any]:
+    return {
+        "metrics": {k: _rounded(v) for k, v in figures.metrics.items() if v is not None},
+        "standard_errors": {k: _rounded(v) for k, v in figures.errors.items()},
+    }
 
 
 def _point(judged: Judged, found: SearchResult) -> dict[str, Any]:

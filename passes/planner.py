@@ -8,7 +8,9 @@
 3. From there, edges that the path had further on are tried one by one, and kept where the budget
    still holds.
 
-A limit counts as kept if it is kept with one standard error to spare, where one is known.
+A limit counts as kept if it is kept with one standard error to spare, where one is known, on all
+held-out inputs together and on every kind of document. The run of a plan that clearly misses one of
+them is stopped.
 """
 
 from __future__ import annotations
@@ -18,11 +20,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
-from subquad.passes.calibrate.score import Score
+from subquad.passes.calibrate.score import Figures, Score
 from subquad.runtime.budget import AT_LEAST, Budget
 
 REFINEMENTS = 6
 """Runs of the third step."""
+
+SPARE = 1.0
+"""Standard errors with which a limit must be kept."""
+
+CLEARLY = 2.0
+"""Standard errors beyond a limit at which a plan is not run to the end."""
 
 Choice = Mapping[int, Candidate]
 """Rank of a site -> its replacement; the others stay exact."""
@@ -32,7 +40,7 @@ Judge = Callable[[Choice], Score]
 
 @dataclass(frozen=True)
 class PlanBudget:
-    """What a plan must keep.
+    """What a plan must keep, on the worst kind of document.
 
     Attributes:
         limits: on the metrics of ``runtime/budget.py``.
@@ -48,12 +56,10 @@ class PlanBudget:
         """One sentence for each limit that is not kept."""
         sentences: list[str] = []
         if self.limits is not None:
-            careful = dict(score.metrics)
-            for name, error in score.errors.items():
-                value = careful.get(name)
-                if value is not None:
-                    careful[name] = value + error
-            sentences += self.limits.violations(careful)
+            for name, figures in _parts(score).items():
+                where = f" on {name}" if name else ""
+                found = self.limits.violations(figures.shifted(SPARE))
+                sentences += [f"{sentence}{where}" for sentence in found]
         if self.drop is not None:
             assert self.base is not None
             value = score.custom
@@ -63,22 +69,41 @@ class PlanBudget:
                 )
         return sentences
 
+    def is_hopeless(self, score: Score) -> bool:
+        """Whether a limit is missed by more than chance explains, on some of the inputs.
+
+        Only limits on what has a standard error count: ``kl`` and ``ppl``.
+        """
+        for figures in score.groups.values() or [score]:
+            low = figures.shifted(-CLEARLY)
+            for name, limit in (self.limits.limits if self.limits is not None else {}).items():
+                value = low.get(name)
+                # Written so that NaN misses the limit; an error of 0 is one that is not known.
+                if value is not None and figures.errors.get(name) and not value <= limit:
+                    return True
+        return False
+
     def load(self, score: Score) -> float:
         """How much of the budget is used: 1 = all of it; of several limits, the tightest."""
         loads = [0.0]
-        for name, limit in (self.limits.limits if self.limits is not None else {}).items():
-            value = score.metrics.get(name)
-            if value is None:
-                continue
-            if name in AT_LEAST:
-                value, limit = 1.0 - value, 1.0 - limit
-            else:
-                value += score.errors.get(name, 0.0)
-            loads.append(value / limit if limit > 0 else math.inf)
+        for figures in _parts(score).values():
+            careful = figures.shifted(SPARE)
+            for name, limit in (self.limits.limits if self.limits is not None else {}).items():
+                value = careful.get(name)
+                if value is None:
+                    continue
+                if name in AT_LEAST:
+                    value, limit = 1.0 - value, 1.0 - limit
+                loads.append(value / limit if limit > 0 else math.inf)
         if self.drop is not None and self.base is not None and score.custom is not None:
             fall = self.base - score.custom
             loads.append(fall / self.drop if self.drop > 0 else math.inf)
         return max(loads)
+
+
+def _parts(score: Score) -> dict[str, Figures]:
+    """Where limits must hold: all together, and every kind of document."""
+    return {"": score, **score.groups}
 
 
 @dataclass(frozen=True)

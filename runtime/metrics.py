@@ -57,6 +57,19 @@ class Difference:
             self.cosine_sum += float(cosine.sum())
             self.cosine_min = min(self.cosine_min, float(cosine.min(initial=math.inf)))
 
+    def plus(self, other: Difference) -> Difference:
+        """Of the vectors of both."""
+        return Difference(
+            vectors=self.vectors + other.vectors,
+            non_finite=self.non_finite + other.non_finite,
+            reference_non_finite=self.reference_non_finite + other.reference_non_finite,
+            squared_error=self.squared_error + other.squared_error,
+            squared_reference=self.squared_reference + other.squared_reference,
+            max_abs=max(self.max_abs, other.max_abs),
+            cosine_sum=self.cosine_sum + other.cosine_sum,
+            cosine_min=min(self.cosine_min, other.cosine_min),
+        )
+
     @property
     def relative_l2(self) -> float:
         """``|model - reference| / |reference|``; infinite when the model is not finite."""

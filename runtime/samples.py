@@ -89,11 +89,17 @@ class Batch:
         length: size of the first length dimension; 0 if the model has none.
         padding: one of ``PADDINGS``, or ``given``.
         feeds: input name -> array.
+        group: the kind of documents it is made of; empty where kinds are not told apart.
     """
 
     length: int
     padding: str
     feeds: Mapping[str, NDArray[Any]]
+    group: str = ""
+
+    @property
+    def rows(self) -> int:
+        return max(len(array) if array.ndim else 1 for array in self.feeds.values())
 
 
 @dataclass(frozen=True)

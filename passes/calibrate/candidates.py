@@ -19,7 +19,7 @@ class Candidate:
 
     Attributes:
         text: the method with its parameters.
-        errors: length -> relative error in the residual stream.
+        errors: length -> relative error in the residual stream, of the worst kind of document.
         densities: length -> share of the visible key blocks that a selector keeps; 1 without one.
         price: sum over the lengths.
         fitted: tensors of a method that is calibrated; kept apart from the JSON form.

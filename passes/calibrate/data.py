@@ -1,20 +1,23 @@
 """Calibration and held-out inputs: from texts, JSONL, ``.npz`` arrays, folders, or made up.
 
 What is measured to choose a plan and what the plan is judged by never share a document; where
-there is only one document, they never share a piece of it. Same seed and files, same arrays.
+there is only one document, they never share a piece of it. Both have the same number of rows of
+every kind of document (``groups.py``). Same seed and files, same arrays.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from subquad.passes.calibrate.groups import DocumentGroup, document_groups
 from subquad.runtime.artifact import check_inputs
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import Manifest
@@ -31,7 +34,7 @@ from subquad.runtime.text import Tokenizer
 
 CALIBRATION_TOKENS = 8192
 HELDOUT_TOKENS = 16384
-"""Per length, if the data have them; at least one row in any case."""
+"""Per length, if the data have them; at least one row of every kind in any case."""
 
 _TOKENS_PER_BATCH = 2048
 _HALVES = ("calibration", "held-out")
@@ -42,7 +45,7 @@ class CalibrationData:
     """Two disjoint sets of inputs.
 
     Attributes:
-        calibration, heldout: shortest length first.
+        calibration, heldout: shortest length first; of one length, kinds of documents take turns.
         synthetic: whether they are made up.
         description: one sentence about where they come from.
         notes: what a reader must know, such as lengths left out.
@@ -59,6 +62,11 @@ class CalibrationData:
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(sorted({batch.length for batch in self.heldout}))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Kinds of documents, in the order given; one without a name if the inputs are made up."""
+        return tuple(dict.fromkeys(batch.group for batch in self.heldout))
 
 
 def open_data(
@@ -97,30 +105,25 @@ def open_data(
         notes.append(f"lengths {left} left out: the model accepts at most {limit} tokens")
         sizes = [n for n in sizes if n <= limit]
     layout = Layout.of(manifest)
-    files = [file for path in paths for file in _files(path)]
+    groups, group_notes = document_groups(paths)
+    notes += group_notes
+    files = [file for group in groups for file in group.files]
     arrays = [file for file in files if file.suffix == ".npz"]
     if arrays and len(arrays) != len(files):
         raise UsageError("Calibration data are either .npz files or texts, not both.")
     if not sizes and not arrays:
         raise UsageError(f"The model accepts at most {limit} tokens; use shorter --lengths.")
     if arrays:
-        halves, description = _arrays(manifest, layout, arrays, seed, rows)
+        halves, description = _arrays(manifest, layout, groups, seed, rows)
     else:
-        source = _source(manifest, folder, files, seed)
-        description = source.description
+        sources = _sources(manifest, folder, groups, seed)
+        description = _described({name: source.description for name, source in sources.items()})
         halves = {name: [] for name in _HALVES}
         for length in sizes:
-            counts = {name: source.available(name, length) for name in _HALVES}
-            if not min(counts.values()):
-                notes.append(
-                    f"length {length} left out: the data do not have it both for calibration and "
-                    "held out"
-                )
-                continue
-            for name in _HALVES:
-                wanted = max(1, rows[name] // length)
-                count = min(wanted, counts[name])
-                halves[name] += _batches(manifest, layout, source, name, length, count, seed)
+            fit, note = _long_enough(sources, length)
+            notes += note
+            for half in _HALVES:
+                halves[half] += _turns(manifest, layout, fit, half, length, rows[half], seed)
     if not all(halves.values()):
         raise UsageError(
             "The data are too short for these lengths: " + "; ".join(notes) + ". Give more data "
@@ -151,9 +154,12 @@ class _Source:
     tokens: Callable[[str, int, int, int], NDArray[np.int64]] | None
 
 
-def _source(manifest: Manifest, folder: Path, files: Sequence[Path], seed: int) -> _Source:
-    if not files:
-        return _synthetic(manifest, seed)
+def _sources(
+    manifest: Manifest, folder: Path, groups: Sequence[DocumentGroup], seed: int
+) -> dict[str, _Source]:
+    """Group -> its rows."""
+    if not groups:
+        return {"": _synthetic(manifest, seed)}
     values = [spec.name for spec in manifest.inputs if spec.role == "values"]
     if values:
         raise UsageError(
@@ -161,6 +167,12 @@ def _source(manifest: Manifest, folder: Path, files: Sequence[Path], seed: int) 
             "with one array per input."
         )
     tokenizer = Tokenizer.load(folder)
+    return {group.name: _text_source(manifest, tokenizer, group.files, seed) for group in groups}
+
+
+def _text_source(
+    manifest: Manifest, tokenizer: Tokenizer, files: Sequence[Path], seed: int
+) -> _Source:
     causal = is_causal_model(manifest)
     documents = [text for file in files for text in read_documents(file, split=not causal)]
     encoded = [np.asarray(tokenizer.encode(text), np.int64) for text in documents]
@@ -168,13 +180,22 @@ def _source(manifest: Manifest, folder: Path, files: Sequence[Path], seed: int) 
     _check_vocabulary(manifest, encoded)
     order = np.random.default_rng([seed, 1]).permutation(len(encoded))
     shuffled = [encoded[i] for i in order]
-    names = ", ".join(dict.fromkeys(file.name for file in files[:5]))
-    names += f" and {len(files) - 5} more" if len(files) > 5 else ""
     total = sum(map(len, encoded))
-    described = f"{names}: {len(encoded)} documents, {total} tokens"
+    described = f"{_names(files)}: {len(encoded)} documents, {total} tokens"
     if causal:
         return _stream_source(shuffled, described)
     return _document_source(shuffled, bool(Layout.of(manifest).masks), described)
+
+
+def _names(files: Sequence[Path]) -> str:
+    names = ", ".join(dict.fromkeys(file.name for file in files[:5]))
+    return names + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+
+
+def _described(descriptions: Mapping[str, str]) -> str:
+    if len(descriptions) == 1:
+        return next(iter(descriptions.values()))
+    return "; ".join(f"{name} ({text})" for name, text in descriptions.items())
 
 
 def _stream_source(documents: Sequence[NDArray[np.int64]], described: str) -> _Source:
@@ -254,15 +275,61 @@ def _synthetic(manifest: Manifest, seed: int) -> _Source:
     return _Source(described, lambda half, length: 2**30, tokens)
 
 
+def _long_enough(
+    sources: Mapping[str, _Source], length: int
+) -> tuple[dict[str, _Source], list[str]]:
+    """The groups with a row of ``length`` in both halves, and a note if that is not all."""
+    fit = {
+        name: source
+        for name, source in sources.items()
+        if all(source.available(half, length) for half in _HALVES)
+    }
+    reason = "the data do not have it both for calibration and held out"
+    if not fit:
+        return fit, [f"length {length} left out: {reason}"]
+    left = ", ".join(name for name in sources if name not in fit)
+    return fit, [f"length {length} left out for {left}: {reason}"] if left else []
+
+
+def _turns(
+    manifest: Manifest,
+    layout: Layout,
+    sources: Mapping[str, _Source],
+    half: str,
+    length: int,
+    tokens: int,
+    seed: int,
+) -> Iterator[Batch]:
+    """As many rows of each group; groups take turns, so that a run stopped early saw them all."""
+    if not sources:
+        return
+    wanted = max(1, tokens // length // len(sources))
+    by_group = [
+        _batches(
+            manifest,
+            layout,
+            source,
+            (name, half),
+            length,
+            min(wanted, source.available(half, length)),
+            seed,
+        )
+        for name, source in sources.items()
+    ]
+    for turn in zip_longest(*by_group):
+        yield from (batch for batch in turn if batch is not None)
+
+
 def _batches(
     manifest: Manifest,
     layout: Layout,
     source: _Source,
-    half: str,
+    place: tuple[str, str],
     length: int,
     count: int,
     seed: int,
 ) -> Iterator[Batch]:
+    """``count`` rows of ``place``: the group and the half."""
     step = max(1, _TOKENS_PER_BATCH // length)
     fixed = None
     if layout.batch is None:
@@ -270,19 +337,20 @@ def _batches(
         step, count = fixed, max(fixed, count - count % fixed)
     for first in range(0, count, step):
         rows = range(first, min(first + step, count))
-        yield _batch(manifest, layout, source, half, length, count, rows, seed)
+        yield _batch(manifest, layout, source, place, length, count, rows, seed)
 
 
 def _batch(
     manifest: Manifest,
     layout: Layout,
     source: _Source,
-    half: str,
+    place: tuple[str, str],
     length: int,
     count: int,
     rows: range,
     seed: int,
 ) -> Batch:
+    group, half = place
     rng = np.random.default_rng([seed, 3, _HALVES.index(half), length, rows[0]])
     sizes = dict.fromkeys(layout.lengths, length)
     if layout.batch is not None:
@@ -310,11 +378,15 @@ def _batch(
                 ids[row, : len(values)] = values
             feeds[spec.name] = ids
     padding = "none" if real.all() else "right"
-    return Batch(length, padding, feeds)
+    return Batch(length, padding, feeds, group)
 
 
 def _arrays(
-    manifest: Manifest, layout: Layout, files: Sequence[Path], seed: int, rows: dict[str, int]
+    manifest: Manifest,
+    layout: Layout,
+    groups: Sequence[DocumentGroup],
+    seed: int,
+    rows: Mapping[str, int],
 ) -> tuple[dict[str, list[Batch]], str]:
     """Rows of the arrays, shuffled and dealt to both halves."""
     if layout.batch is None:
@@ -324,7 +396,8 @@ def _arrays(
         )
     halves: dict[str, list[Batch]] = {name: [] for name in _HALVES}
     total = 0
-    for number, file in enumerate(files):
+    files = [(group.name, file) for group in groups for file in group.files]
+    for number, (group, file) in enumerate(files):
         arrays = check_inputs(manifest.inputs, read_npz(file))
         owner = next(spec for spec in manifest.inputs if spec.shape[:1] == (layout.batch,))
         count = len(arrays[owner.name])
@@ -345,23 +418,9 @@ def _arrays(
                     else arrays[spec.name]
                     for spec in manifest.inputs
                 }
-                halves[name].append(Batch(length, "given", feeds))
-    names = ", ".join(file.name for file in files[:5])
+                halves[name].append(Batch(length, "given", feeds, group))
+    names = _names([file for _, file in files])
     return halves, f"{names}: {total} rows of arrays; every other row held out"
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """``path``, or the regular files below it in the order of their names."""
-    if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.is_file())
-        shown = [file for file in found if not file.name.startswith(".")]
-        if not shown:
-            raise UsageError(f"{path} holds no files.")
-        yield from shown
-    elif path.is_file():
-        yield path
-    else:
-        raise UsageError(f"No such file or folder: {path}")
 
 
 def _check_vocabulary(manifest: Manifest, documents: Sequence[NDArray[np.int64]]) -> None:
@@ -381,6 +440,7 @@ def _check_vocabulary(manifest: Manifest, documents: Sequence[NDArray[np.int64]]
 def _digest(batches: Sequence[Batch]) -> str:
     digest = hashlib.sha256()
     for batch in batches:
+        digest.update(f"{batch.group}\0".encode())
         for name in sorted(batch.feeds):
             array = batch.feeds[name]
             digest.update(f"{name} {array.dtype} {array.shape}\0".encode())

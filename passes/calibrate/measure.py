@@ -4,7 +4,8 @@ The exact model runs once over the calibration inputs, layer by layer. At each a
 
 * the heads' statistics are taken, and every method names its candidates from them;
 * each candidate computes the attention; its error is the relative change of the residual stream
-  after the output projection (heads whose projection is small are cheap to replace);
+  after the output projection (heads whose projection is small are cheap to replace), on the kind
+  of document where it is largest;
 * one candidate is followed to the end of the model on short inputs. Damage grows with the square
   of a small error, so this one run tells how much damage an error here does.
 """
@@ -377,14 +378,14 @@ class _Site:
             self._site, assignment.params, [self._inputs(state) for state in states]
         )
         assignment = replace(assignment, fitted=fitted)
-        squares: dict[int, list[float]] = {}
+        squares: dict[tuple[int, str], list[float]] = {}
         densities: dict[int, list[float]] = {}
         heads = HeadCosts(np.zeros(self._site.num_heads), None)
         for batch, state, known in zip(self._calibration, states, exact, strict=True):
             result = self._engine.attention(self._rank, state, assignment)
             moved, _ = self._engine.project(self._rank, state, result.output)
             base = known.projected if known.stream is None else known.stream
-            sums = squares.setdefault(batch.length, [0.0, 0.0])
+            sums = squares.setdefault((batch.length, batch.group), [0.0, 0.0])
             sums[0] += _square(moved - known.projected)
             sums[1] += _square(base)
             work = None
@@ -398,9 +399,10 @@ class _Site:
         price = self._price(assignment, means)
         if isinstance(price, Rejection):
             return price
-        errors = {
-            n: math.sqrt(error / base) if base else 0.0 for n, (error, base) in squares.items()
-        }
+        errors: dict[int, float] = {}
+        for (length, _), (change_sum, base_sum) in squares.items():
+            error = math.sqrt(change_sum / base_sum) if base_sum else 0.0
+            errors[length] = max(errors.get(length, 0.0), error)
         return Candidate(text, errors, means, price, fitted), heads
 
     def _head_errors(self, change: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -3,12 +3,16 @@
 Logits are too large to keep: a teacher run leaves the negative log-likelihood of every next token
 and whole distributions at sampled positions only. So perplexity is compared everywhere, and
 KL and top-1 at the samples. Other outputs are kept and compared in full.
+
+Every kind of document is scored for itself besides all together: a mean over kinds can keep a
+limit that one of them misses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +38,27 @@ Run = Callable[[Callable[[int, Mapping[str, NDArray[Any]]], None]], None]
 
 
 @dataclass(frozen=True)
-class Score:
+class Figures:
+    """Distance from the exact model on some inputs; worst length.
+
+    Attributes:
+        metrics: as ``budget.METRICS``, for what this model has.
+        errors: standard errors of ``kl`` and ``ppl``.
+    """
+
+    metrics: Mapping[str, float | None]
+    errors: Mapping[str, float]
+
+    def shifted(self, errors: float) -> dict[str, float | None]:
+        """``metrics``, those with a standard error raised by so many of them."""
+        return {
+            name: value if value is None else value + errors * self.errors.get(name, 0.0)
+            for name, value in self.metrics.items()
+        }
+
+
+@dataclass(frozen=True)
+class Score(Figures):
     """Distance from the exact model; worst length.
 
     Attributes:
@@ -43,14 +67,16 @@ class Score:
         damage: what the search minimises: mean KL, or the squared relative error of the outputs
             where there are no logits.
         custom: score of the user's metric; higher is better.
+        groups: the figures of every kind of document, if there are several.
+        share: of the inputs that were run; below 1 if the run was stopped.
         terms: the damage of single positions, whose mean is the damage of their length, to compare
             two runs in pairs; not kept on disk.
     """
 
-    metrics: Mapping[str, float | None]
-    errors: Mapping[str, float]
     damage: float
     custom: float | None = None
+    groups: Mapping[str, Figures] = field(default_factory=dict)
+    share: float = 1.0
     terms: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -59,16 +85,28 @@ class Score:
             "errors": dict(self.errors),
             "damage": self.damage,
             "custom": self.custom,
+            "groups": {
+                name: {"metrics": dict(figures.metrics), "errors": dict(figures.errors)}
+                for name, figures in self.groups.items()
+            },
+            "share": self.share,
         }
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> Score:
-        return Score(raw["metrics"], raw["errors"], raw["damage"], raw["custom"])
+        return Score(
+            raw["metrics"],
+            raw["errors"],
+            raw["damage"],
+            raw["custom"],
+            {name: Figures(**figures) for name, figures in raw["groups"].items()},
+            raw["share"],
+        )
 
 
 @dataclass
-class _Group:
-    """Sums for one length."""
+class _Sums:
+    """Of the inputs of one length and kind."""
 
     kl: list[float] = field(default_factory=list)
     same: int = 0
@@ -77,6 +115,25 @@ class _Group:
     weights: list[int] = field(default_factory=list)
     outputs: dict[str, Difference] = field(default_factory=dict)
     squares: list[float] = field(default_factory=list)
+
+    def plus(self, other: _Sums) -> _Sums:
+        """Of the inputs of both."""
+        outputs = dict(self.outputs)
+        for name, difference in other.outputs.items():
+            outputs[name] = outputs[name].plus(difference) if name in outputs else difference
+        return _Sums(
+            self.kl + other.kl,
+            self.same + other.same,
+            self.sampled + other.sampled,
+            self.rises + other.rises,
+            self.weights + other.weights,
+            outputs,
+            self.squares + other.squares,
+        )
+
+
+class _Enough(Exception):
+    """The rest of the run would not change the answer."""
 
 
 class Scorer:
@@ -134,52 +191,67 @@ class Scorer:
             names |= {"ppl": 0.0}
         return Score({name: names.get(name) for name in METRICS}, {}, 0.0)
 
-    def score(self, run: Run) -> Score:
-        """Compare one run."""
-        groups: dict[int, _Group] = {}
+    def score(self, run: Run, enough: Callable[[Score], bool] | None = None) -> Score:
+        """Compare one run.
+
+        Args:
+            run: the run.
+            enough: whether the score of the batches so far decides; the run is then left.
+        """
+        sums: dict[tuple[int, str], _Sums] = {}
+        seen: list[int] = []
 
         def take(number: int, outputs: Mapping[str, NDArray[Any]]) -> None:
             batch = self._batches[number]
-            group = groups.setdefault(batch.length, _Group())
-            for spec in self._manifest.outputs:
-                vectors, labels = self._vectors(spec, batch, outputs[spec.name])
-                known = self._teacher[number, spec.name]
-                difference = group.outputs.setdefault(spec.name, Difference())
-                if not spec.is_logits:
-                    difference.add(known, vectors)
-                    square = np.square(np.subtract(vectors, known, dtype=np.float64)).sum(axis=1)
-                    group.squares += [float(x) for x in square]
-                    continue
-                at, log_p, nll = known
-                self._add_logits(group, at, log_p, nll, vectors, labels)
-                # Distributions, not logits: a shift of all logits is no difference.
-                difference.add(log_p, _log_softmax(vectors[at]))
+            self._add(sums.setdefault((batch.length, batch.group), _Sums()), number, outputs)
+            seen.append(batch.rows)
+            if enough is not None and len(seen) < len(self._batches) and enough(result()):
+                raise _Enough
 
-        run(take)
-        return _summary(list(groups.values()))
+        def result() -> Score:
+            total = sum(batch.rows for batch in self._batches)
+            return _score(sums, sum(seen) / total if total else 1.0)
+
+        with suppress(_Enough):
+            run(take)
+        return result()
+
+    def _add(self, sums: _Sums, number: int, outputs: Mapping[str, NDArray[Any]]) -> None:
+        for spec in self._manifest.outputs:
+            vectors, labels = self._vectors(spec, self._batches[number], outputs[spec.name])
+            known = self._teacher[number, spec.name]
+            difference = sums.outputs.setdefault(spec.name, Difference())
+            if not spec.is_logits:
+                difference.add(known, vectors)
+                square = np.square(np.subtract(vectors, known, dtype=np.float64)).sum(axis=1)
+                sums.squares += [float(x) for x in square]
+                continue
+            at, log_p, nll = known
+            log_q = _log_softmax(vectors[at])
+            self._add_logits(sums, log_p, log_q, _nll(vectors, labels) - nll, labels)
+            # Distributions, not logits: a shift of all logits is no difference.
+            difference.add(log_p, log_q)
 
     def _add_logits(
         self,
-        group: _Group,
-        at: NDArray[np.int64],
+        sums: _Sums,
         log_p: NDArray[np.float32],
-        nll: NDArray[np.float64],
-        vectors: NDArray[np.float32],
+        log_q: NDArray[np.float32],
+        rise: NDArray[np.float64],
         labels: NDArray[np.int64],
     ) -> None:
-        log_q = _log_softmax(vectors[at])
         with np.errstate(invalid="ignore"):
             terms = np.exp(log_p) * (log_p - log_q)
         kl = np.maximum(np.where(np.isneginf(log_p), 0.0, terms).sum(axis=1, dtype=np.float64), 0)
-        group.kl += [float(x) for x in kl]
-        group.same += int((log_p.argmax(axis=1) == log_q.argmax(axis=1)).sum())
-        group.sampled += len(at)
-        if self._causal and (labels >= 0).any():
-            rise = (_nll(vectors, labels) - nll)[labels >= 0]
+        sums.kl += [float(x) for x in kl]
+        sums.same += int((log_p.argmax(axis=1) == log_q.argmax(axis=1)).sum())
+        sums.sampled += len(log_p)
+        if self._causal:
+            rise = rise[labels >= 0]
             for start in range(0, len(rise), _GROUP):
                 part = rise[start : start + _GROUP]
-                group.rises.append(float(part.mean()))
-                group.weights.append(len(part))
+                sums.rises.append(float(part.mean()))
+                sums.weights.append(len(part))
 
     def _vectors(
         self, spec: OutputSpec, batch: Batch, values: NDArray[Any]
@@ -202,44 +274,66 @@ class Scorer:
         return vectors, np.asarray(labels[mask])
 
 
-def _summary(groups: Sequence[_Group]) -> Score:
-    worst: dict[str, list[float]] = {name: [] for name in ("rel", "cosine", "kl", "top1", "ppl")}
-    errors: dict[str, list[tuple[float, float]]] = {"kl": [], "ppl": []}
-    damages = []
-    for group in groups:
-        outputs = [item for item in group.outputs.values() if item.vectors]
-        if outputs:
-            worst["rel"].append(max(item.relative_l2 for item in outputs))
-            worst["cosine"].append(min(item.cosine for item in outputs))
-        damage = max((item.relative_l2 for item in outputs), default=0.0) ** 2
-        if group.sampled:
-            damage = float(np.mean(group.kl))
-            worst["kl"].append(damage)
-            errors["kl"].append((damage, _standard_error(group.kl, [1] * len(group.kl))))
-            worst["top1"].append(group.same / group.sampled)
-        if group.rises:
-            mean = float(np.average(group.rises, weights=group.weights))
-            rise = _exp(mean) - 1.0
-            worst["ppl"].append(rise)
-            deviation = _standard_error(group.rises, group.weights)
-            errors["ppl"].append((rise, _exp(mean) * deviation))
-        damages.append(damage if math.isfinite(damage) else math.inf)
-    pick = {"cosine": min, "top1": min}
+def _score(sums: Mapping[tuple[int, str], _Sums], share: float) -> Score:
+    """All kinds together, and each of several for itself; ``sums`` by length and kind."""
+    by_length: dict[int, _Sums] = {}
+    by_group: dict[str, list[_Sums]] = {}
+    for (length, group), part in sums.items():
+        by_length[length] = by_length.get(length, _Sums()).plus(part)
+        by_group.setdefault(group, []).append(part)
+    whole = list(by_length.values())
+    figures = _figures(whole)
+    damages = [_damage(part) for part in whole]
+    several = len(by_group) > 1
     return Score(
-        metrics={
-            name: pick.get(name, max)(values) if values else None for name, values in worst.items()
-        },
-        errors={name: max(values)[1] for name, values in errors.items() if values},
-        damage=max(damages, default=0.0),
-        terms=np.concatenate([_terms(group) for group in groups]) if groups else None,
+        figures.metrics,
+        figures.errors,
+        damage=max((x if math.isfinite(x) else math.inf for x in damages), default=0.0),
+        groups={name: _figures(parts) for name, parts in by_group.items()} if several else {},
+        share=share,
+        terms=np.concatenate([_terms(part) for part in whole]) if whole else None,
     )
 
 
-def _terms(group: _Group) -> NDArray[np.float64]:
-    if group.sampled:
-        return np.array(group.kl)
-    total = sum(item.squared_reference for item in group.outputs.values())
-    return np.array(group.squares) * (len(group.squares) / max(total, 1e-300))
+def _figures(parts: Sequence[_Sums]) -> Figures:
+    """Worst of ``parts``, one for each length."""
+    worst: dict[str, list[float]] = {name: [] for name in ("rel", "cosine", "kl", "top1", "ppl")}
+    errors: dict[str, list[tuple[float, float]]] = {"kl": [], "ppl": []}
+    for part in parts:
+        outputs = [item for item in part.outputs.values() if item.vectors]
+        if outputs:
+            worst["rel"].append(max(item.relative_l2 for item in outputs))
+            worst["cosine"].append(min(item.cosine for item in outputs))
+        if part.sampled:
+            kl = float(np.mean(part.kl))
+            worst["kl"].append(kl)
+            errors["kl"].append((kl, _standard_error(part.kl, [1] * len(part.kl))))
+            worst["top1"].append(part.same / part.sampled)
+        if part.rises:
+            mean = float(np.average(part.rises, weights=part.weights))
+            rise = _exp(mean) - 1.0
+            worst["ppl"].append(rise)
+            deviation = _standard_error(part.rises, part.weights)
+            errors["ppl"].append((rise, _exp(mean) * deviation))
+    pick = {"cosine": min, "top1": min}
+    return Figures(
+        {name: pick.get(name, max)(values) if values else None for name, values in worst.items()},
+        {name: max(values)[1] for name, values in errors.items() if values},
+    )
+
+
+def _damage(part: _Sums) -> float:
+    if part.sampled:
+        return float(np.mean(part.kl))
+    outputs = [item for item in part.outputs.values() if item.vectors]
+    return max((item.relative_l2 for item in outputs), default=0.0) ** 2
+
+
+def _terms(part: _Sums) -> NDArray[np.float64]:
+    if part.sampled:
+        return np.array(part.kl)
+    total = sum(item.squared_reference for item in part.outputs.values())
+    return np.array(part.squares) * (len(part.squares) / max(total, 1e-300))
 
 
 def _standard_error(values: Sequence[float], weights: Sequence[int]) -> float:

@@ -125,6 +125,35 @@ def test_artifact_is_the_plan_s(source: Path, work: Path, plan: Any, tmp_path: P
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()
 
 
+def test_the_budget_holds_on_every_kind_of_document(
+    source: Path, work: Path, tmp_path: Path
+) -> None:
+    """Rows of one token are easy, random ones are not: their mean would keep more."""
+    rng = np.random.default_rng(3)
+    for name, ids in {
+        "easy": np.repeat(rng.integers(0, 31, (20, 1)), 96, axis=1),
+        "hard": rng.integers(0, 31, (20, 96)),
+    }.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        np.savez(
+            tmp_path / "data" / name / "rows.npz",
+            input_ids=ids,
+            attention_mask=np.ones_like(ids),
+        )
+    request = dataclasses.replace(REQUEST, budget=("kl=0.4",), data=(tmp_path / "data",))
+    report = convert_with_budget(source, tmp_path / "out", request, work=work).to_json()
+    plan = report["planning"]["plan"]
+    assert plan["data"]["groups"] == ["easy", "hard"]
+    for figures in (plan["measured"]["groups"], report["verified"]["groups"]):
+        kl = {name: group["metrics"]["kl"] for name, group in figures.items()}
+        assert max(kl.values()) <= 0.4
+    missed = [point for point in plan["front"] if not point["keeps_budget"]]
+    means = [point["measured"]["metrics"]["kl"] for point in missed]
+    assert means and min(means) < 0.4, "the mean alone would have kept this one"
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert "kl on easy" in page and "kl on hard" in page
+
+
 LEARNED = PlanRequest(
     budget=("kl=0.1",),
     methods=("lolcats", "window"),
