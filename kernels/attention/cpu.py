@@ -44,7 +44,7 @@ class AttentionCpuTemplate:
 
         assert isinstance(variant, AttentionVariant)
         heads = variant.heads
-        tile = exact_tile(TileParameters().override(params))
+        tile = exact_tile(TileParameters.defaults(target).override(params))
         terms = Terms(
             variant.has_key_bias,
             variant.score_bias,

@@ -40,7 +40,7 @@ class BlockSelectCpuTemplate:
         from subquad.kernels.templates.products import Panel
 
         assert isinstance(variant, BlockSelectVariant)
-        sizes = VectorParameters().override(params)
+        sizes = VectorParameters.defaults(target).override(params)
         selection = Selection(
             block=variant.block,
             sinks=variant.sinks,

@@ -34,7 +34,7 @@ class BlockSparseCpuTemplate:
         from subquad.kernels.templates.rows import Buffers, list_keys
 
         assert isinstance(variant, BlockSparseVariant)
-        tile = exact_tile(TileParameters().override(params))
+        tile = exact_tile(TileParameters.defaults(target).override(params))
         tile = replace(tile, panels=-(-variant.block // tile.panel.width))
 
         def body(buffers: Buffers) -> None:

@@ -62,7 +62,7 @@ class HybridCpuTemplate:
         from subquad.kernels.templates.function import attention_function
 
         assert isinstance(variant, HybridVariant)
-        parameters = HybridParameters().override(params)
+        parameters = HybridParameters.defaults(target).override(params)
 
         def body(buffers: Buffers) -> None:
             for loop in _loops(variant):

@@ -46,7 +46,7 @@ class DecodeCpuTemplate:
         from subquad.kernels.templates.steps import emit_decode, emit_state
 
         assert isinstance(variant, (HybridStateVariant, HybridDecodeVariant))
-        sizes = VectorParameters().override(params)
+        sizes = VectorParameters.defaults(target).override(params)
         panel = Panel(sizes.lanes, sizes.vectors)
         emit = emit_decode if isinstance(variant, HybridDecodeVariant) else emit_state
 

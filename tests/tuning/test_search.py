@@ -239,6 +239,12 @@ def test_spaces_of_templates(variant: object, target: CpuTarget) -> None:
         assert 1 <= sum(changed[name] != params[name] for name in params) <= 2
 
 
+@pytest.mark.parametrize("variant", EVERY, ids=lambda v: v.op_type)
+def test_untuned_kernels_fill_the_registers(variant: object) -> None:
+    assert own_space(variant, X86_64_V3).defaults["lanes"] == 8
+    assert own_space(variant, X86_64_V4).defaults["lanes"] == 16
+
+
 def test_a_space_holds_what_matters() -> None:
     assert set(own_space(DENSE).choices) == set(TileParameters.CHOICES)
     assert set(own_space(WINDOW).choices) == set(TileParameters.CHOICES)
