@@ -94,7 +94,7 @@ def _as_window(attention: OperatorVariant) -> HybridVariant | Rejection:
         has_key_mask=attention.has_key_mask,
     )
     if attention != plain:
-        return Rejection("the decode step knows no softcap, bias or sink logits")
+        return Rejection("the decode step knows no softcap, bias, sink logits or sigmoids")
     return window
 
 

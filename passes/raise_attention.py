@@ -1,6 +1,7 @@
 """Replace attention subgraphs by ``ai.subquad::Attention`` nodes, each with its proof.
 
-1. ``Attention`` nodes and softmaxes between two products whose mask is proved: raised.
+1. ``Attention`` nodes, and softmaxes or sigmoids between two products, whose mask is proved:
+   raised.
 2. Anything else that looks like attention: left alone, rejected with a reason.
 
 The raised node computes exactly what the subgraph computed, except that a query that sees no key
@@ -38,6 +39,7 @@ from subquad.passes.recognise.probe import (
     probe_masks,
     probe_node,
 )
+from subquad.passes.recognise.sigmoid import fold_sigmoid, without_offset
 from subquad.passes.recognise.site import AttentionSite, Proof, SiteCache
 from subquad.passes.recognise.softmax import fold_softmax
 from subquad.passes.recognise.spelled_out import Twin
@@ -106,6 +108,7 @@ class _Raiser:
     def run(self) -> RaisedSites:
         self._interpreter.add_types(self._model.graph)
         fold_softmax(self._model, self._interpreter)
+        fold_sigmoid(self._model)
         split_merged_heads(self._model, self._interpreter)
         proved: list[_Proved] = []
         rejections: list[Rejection] = []
@@ -135,6 +138,7 @@ class _Raiser:
         candidate = replace(
             candidate, masks=separated.masks, biases=separated.biases, alibi=separated.alibi
         )
+        candidate = without_offset(candidate, self._interpreter)
         sizes = candidate.sizes
         variant = AttentionVariant(
             num_heads=sizes.num_heads,
@@ -146,9 +150,11 @@ class _Raiser:
             window_left=derived.predicate.window_left,
             window_right=derived.predicate.window_right,
             has_key_mask=derived.predicate.key_padding,
-            score_bias=joint_axes(candidate.biases),
+            score_bias=joint_axes(candidate.biases, candidate.score_function),
             alibi="none" if candidate.alibi is None else candidate.alibi.kind,
             has_sink_logits=candidate.sinks is not None,
+            score_function=candidate.score_function,
+            score_offset=candidate.score_offset,
         )
         question = Question(self._model, self._interpreter, candidate, shape, derived)
         probes = probe_node(question, self._raised_piece(candidate, variant, derived))
@@ -162,10 +168,8 @@ class _Raiser:
         return _Proved(candidate, shape, derived, variant, proof, cache)
 
     def _prove_mask(self, candidate: Candidate, shape: ScoreShape) -> tuple[Separated, int]:
-        beside_sinks = candidate.sinks is not None
-        cache_key = (
-            *(candidate.masks, candidate.mask_axes, candidate.is_causal, shape, beside_sinks),
-        )
+        counted = _counts_constants(candidate)
+        cache_key = (*(candidate.masks, candidate.mask_axes, candidate.is_causal, shape, counted),)
         if cache_key not in self._masks:
             try:
                 self._masks[cache_key] = self._derive_and_probe(candidate, shape)
@@ -183,7 +187,7 @@ class _Raiser:
             shape,
             self._tables,
             is_causal=candidate.is_causal,
-            beside_sinks=candidate.sinks is not None,
+            beside_sinks=_counts_constants(candidate),
         )
         self._check_padding_input(separated.derived, shape)
         candidate = replace(candidate, masks=separated.masks)
@@ -308,6 +312,8 @@ class _Raiser:
             alibi=proved.variant.alibi,
             slopes=() if candidate.alibi is None else candidate.alibi.slopes,
             has_sinks=candidate.sinks is not None,
+            score_function=candidate.score_function,
+            score_offset=candidate.score_offset,
             cache=proved.cache,
         )
 
@@ -395,6 +401,11 @@ class _Raiser:
             name = f"{name}#{index}"
         self._names.add(name)
         return name
+
+
+def _counts_constants(candidate: Candidate) -> bool:
+    """Whether what is constant along a row of scores shows in the result."""
+    return candidate.sinks is not None or candidate.score_function == "sigmoid"
 
 
 def _key_mask(builder: NodeBuilder, padding: ir.Value, derived: DerivedMask) -> ir.Value:

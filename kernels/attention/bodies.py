@@ -7,6 +7,7 @@
 | both sides limited | gathered band (``kernels/band.py``) | linear x window |
 | causal decoding, softcap, one-sided bands | standard ops | query_len x kv_len |
 | score bias, ALiBi, outputs about rows | standard ops | query_len x kv_len |
+| sigmoid scores | loop over blocks of queries (``sigmoid.py``) | block x kv_len |
 
 A key mask reaches the tiled kernels, which take none, as one more column: 1 in every query, 0 or
 ``MASKED`` in every key. It is added to the score inside the product and vanishes in the softmax
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from subquad.kernels.attention.sigmoid import sigmoid_body
 from subquad.kernels.band import MASKED, Band, VirtualKey, banded_attention
 from subquad.kernels.body import MICROSOFT, Body
 from subquad.kernels.inputs import Heads, Inputs, offset
@@ -41,6 +43,8 @@ no scores (the band stores ``query_len x (block + window)`` of them)."""
 
 def attention_body(body: Body, variant: AttentionVariant, inputs: Inputs) -> Sequence[ir.Value]:
     """Choose the body; its outputs are the variant's."""
+    if variant.is_sigmoid:
+        return [sigmoid_body(body, variant, inputs)]
     if "key_bias" in inputs.extra:
         inputs = _hide_by_bias(body, inputs)
     left, right = variant.window_left, variant.window_right

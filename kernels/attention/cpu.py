@@ -1,4 +1,4 @@
-"""CPU kernel of ``ai.subquad::Attention``: tiled, online softmax, work for real keys only.
+"""CPU kernel of ``ai.subquad::Attention``: tiled, online softmax or sigmoids, for real keys only.
 
 Tasks are blocks of query rows of one key/value head; see ``kernels/templates/exact.py`` for the
 tile loop and ``kernels/templates/dense.py`` for what is skipped. Memory is linear in the lengths.
@@ -52,6 +52,8 @@ class AttentionCpuTemplate:
             variant.has_sink_logits,
             variant.has_lse,
             variant.has_entropy,
+            variant.is_sigmoid,
+            variant.score_offset,
         )
         band = Band(variant.window_left, variant.window_right)
 

@@ -32,6 +32,7 @@ class AttentionGpuTemplate:
                 ("alibi", variant.alibi != "none"),
                 ("sink logits", variant.has_sink_logits),
                 ("row outputs", len(variant.outputs) > 1),
+                ("sigmoid scores", variant.is_sigmoid),
             )
             if present
         ]

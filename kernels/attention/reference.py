@@ -1,4 +1,4 @@
-"""Softmax attention by its formula, float64, quadratic."""
+"""Softmax and sigmoid attention by their formulas, float64, quadratic."""
 
 from __future__ import annotations
 
@@ -61,17 +61,8 @@ def attend(
             ``HIDING_BIAS`` or less.
         sink_logits: ``[num_heads]``.
     """
-    group = query.shape[1] // key.shape[1]
-    key = np.repeat(key, group, axis=1)
-    value = np.repeat(value, group, axis=1)
-    scores = scale * (query @ key.swapaxes(-1, -2))
-    if softcap:
-        scores = softcap * np.tanh(scores / softcap)
-    visible = visible[:, None] if visible.ndim == 3 else visible
-    seen = np.broadcast_to(visible, scores.shape)
-    for bias in biases:
-        seen = seen & (bias > HIDING_BIAS)
-        scores = scores + np.where(bias > HIDING_BIAS, bias, 0.0)
+    value = np.repeat(value, query.shape[1] // key.shape[1], axis=1)
+    scores, seen = _scores(query, key, visible, scale, softcap, biases)
     if sink_logits is not None:
         column = np.broadcast_to(sink_logits[None, :, None, None], (*scores.shape[:3], 1))
         scores = np.concatenate([scores, column], axis=-1)
@@ -92,3 +83,43 @@ def attend(
         lse=np.where(total > 0.0, log_total + shift, -np.inf)[..., 0],
         entropy=entropy[..., 0],
     )
+
+
+def attend_by_sigmoid(
+    query: NDArray[np.float64],
+    key: NDArray[np.float64],
+    value: NDArray[np.float64],
+    visible: NDArray[np.bool_],
+    scale: float,
+    softcap: float = 0.0,
+    biases: Sequence[NDArray[np.float64]] = (),
+) -> NDArray[np.float64]:
+    """``sigmoid(cap(scale * q k^T) + bias)`` over visible keys, times v; arguments as there."""
+    value = np.repeat(value, query.shape[1] // key.shape[1], axis=1)
+    scores, seen = _scores(query, key, visible, scale, softcap, biases)
+    # The larger of exp(x) and 1 in the denominator: neither form overflows.
+    power = np.exp(-np.abs(scores))
+    weights = np.where(scores >= 0, 1.0, power) / (1.0 + power)
+    output: NDArray[np.float64] = np.where(seen, weights, 0.0) @ value
+    return output
+
+
+def _scores(
+    query: NDArray[np.float64],
+    key: NDArray[np.float64],
+    visible: NDArray[np.bool_],
+    scale: float,
+    softcap: float,
+    biases: Sequence[NDArray[np.float64]],
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Scores with their biases, and which count: ``[batch, num_heads, query_len, kv_len]``."""
+    key = np.repeat(key, query.shape[1] // key.shape[1], axis=1)
+    scores = scale * (query @ key.swapaxes(-1, -2))
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    visible = visible[:, None] if visible.ndim == 3 else visible
+    seen = np.broadcast_to(visible, scores.shape)
+    for bias in biases:
+        seen = seen & (bias > HIDING_BIAS)
+        scores = scores + np.where(bias > HIDING_BIAS, bias, 0.0)
+    return scores, seen

@@ -1,7 +1,8 @@
-"""``ai.subquad::Attention``: exact softmax attention under a proved mask.
+"""``ai.subquad::Attention``: exact softmax or sigmoid attention under a proved mask.
 
-``softmax(cap(scale * q k^T) + bias) v`` over the keys a query may see; see ``kernels/operator.py``
-for the first six inputs and visibility. What a variant may have on top, all float32:
+``f(cap(scale * q k^T) + bias) v`` over the keys a query may see, ``f`` the softmax over these keys
+or the sigmoid of each score; see ``kernels/operator.py`` for the first six inputs and visibility.
+What a variant may have on top, all float32:
 
 | # | name | shape | |
 |---|---|---|---|
@@ -23,21 +24,24 @@ Sources: ALiBi: Press et al., 2022, https://arxiv.org/abs/2108.12409. A row's co
 the softmax, so ``slope * key position`` (BLOOM) and ``slope * (key position - last position)``
 (MPT) are the same bias; ``absolute`` is that of encoders, ``-slope * |distance|``. BLOOM numbers
 the real tokens, so with holes in its mask it is a ``score_bias`` instead. Sink logits: GPT-OSS,
-https://arxiv.org/abs/2508.10925.
+https://arxiv.org/abs/2508.10925. Sigmoid attention: Ramapuram et al., 2024,
+https://arxiv.org/abs/2409.04431; its bias, such as ``-log n``, is ``score_offset`` where it is one
+number and a ``score_bias`` where it is computed. It has no denominator, hence no sinks, ``lse`` or
+entropy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from subquad.kernels.attention.bodies import attention_body
-from subquad.kernels.attention.reference import attend
+from subquad.kernels.attention.reference import attend, attend_by_sigmoid
 from subquad.kernels.body import Body
 from subquad.kernels.inputs import (
     Heads,
@@ -49,6 +53,11 @@ from subquad.kernels.inputs import (
 )
 from subquad.kernels.operator import UNLIMITED, Dim, TensorSpec, node_attributes
 from subquad.kernels.visibility import allowed_keys
+
+ScoreFunction: TypeAlias = Literal["softmax", "sigmoid"]
+
+SCALAR = "1"
+"""Value of ``score_bias`` for an input of one number."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,13 @@ class AttentionVariant:
         has_key_mask: whether input 3 is present.
         has_key_bias: whether input 6 is present.
         score_bias: axes along which input 7 varies, of ``"bhqk"`` in this order; the others are 1.
-            "" = absent.
+            "1": all are. "" = absent.
         alibi: how input 8 is used; "none": it is absent.
         has_sink_logits: whether input 9 is present.
         has_lse, has_entropy: the outputs after the first.
+        score_function: what makes weights of scores.
+        score_offset: added to all scores; 0 unless they go through a sigmoid, since a softmax does
+            not see it.
     """
 
     num_heads: int
@@ -83,19 +95,37 @@ class AttentionVariant:
     has_sink_logits: bool = False
     has_lse: bool = False
     has_entropy: bool = False
+    score_function: ScoreFunction = "softmax"
+    score_offset: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.window_left, self.window_right) < UNLIMITED:
             raise ValueError(f"window limits must be -1 or more, got {self}")
         if self.softcap < 0:
             raise ValueError(f"softcap must be 0 or more, got {self.softcap}")
-        if self.score_bias != "".join(axis for axis in "bhqk" if axis in self.score_bias):
+        in_order = "".join(axis for axis in "bhqk" if axis in self.score_bias)
+        if self.score_bias not in (in_order, SCALAR):
             raise ValueError(
                 f"score_bias must name axes of 'bhqk' in order, got {self.score_bias!r}"
             )
         if self.alibi not in ("none", "signed", "absolute"):
             raise ValueError(f"unknown alibi {self.alibi!r}; known: none, signed, absolute")
+        self._check_score_function()
         _ = self.heads
+
+    def _check_score_function(self) -> None:
+        if self.score_function not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"unknown score function {self.score_function!r}; known: softmax, sigmoid"
+            )
+        if self.is_sigmoid and (self.has_sink_logits or self.has_lse or self.has_entropy):
+            raise ValueError(f"sinks, lse and entropy belong to a softmax, got {self}")
+        if self.score_offset and not self.is_sigmoid:
+            raise ValueError(f"an offset of all scores cancels in a softmax, got {self}")
+
+    @property
+    def is_sigmoid(self) -> bool:
+        return self.score_function == "sigmoid"
 
     @property
     def heads(self) -> Heads:
@@ -118,6 +148,10 @@ class AttentionVariant:
     @property
     def overload(self) -> str:
         parts = [self.heads.label, f"s{number_label(self.scale)}"]
+        if self.is_sigmoid:
+            parts.append("sigmoid")
+        if self.score_offset:
+            parts.append(f"offset{number_label(self.score_offset)}")
         if self.softcap:
             parts.append(f"cap{number_label(self.softcap)}")
         if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
@@ -179,6 +213,7 @@ class AttentionVariant:
             "window_left",
             "window_right",
             "alibi",
+            *(("score_function", "score_offset") if self.is_sigmoid else ()),
         )
 
     def build_function(self) -> ir.Function:
@@ -219,10 +254,16 @@ class AttentionVariant:
             if self.alibi == "absolute":
                 distance = np.abs(distance)
             biases.append(-np.asarray(slopes, np.float64)[None, :, None, None] * distance)
-        result = attend(
+        operands = (
             np.asarray(query, dtype=np.float64),
             np.asarray(key, dtype=np.float64),
             np.asarray(value, dtype=np.float64),
+        )
+        if self.is_sigmoid:
+            biases.append(np.float64(self.score_offset).reshape(1, 1, 1, 1))
+            return attend_by_sigmoid(*operands, visible, self.scale, self.softcap, biases)
+        result = attend(
+            *operands,
             visible,
             self.scale,
             self.softcap,

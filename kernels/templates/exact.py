@@ -1,11 +1,12 @@
-"""Exact attention over a range of keys: online softmax on transposed tiles.
+"""Exact attention over a range of keys: online softmax (or sigmoids) on transposed tiles.
 
 A *panel* is a few vectors wide and holds query rows in its lanes. Scores are computed transposed,
 ``[keys, lanes]``: keys and values enter as broadcast scalars straight from the caller's buffers,
 never packed, so GQA repeats nothing and any list of key slots works; maximum, sum and rescaling
 are vertical, without a horizontal reduction; the output accumulates as ``[value_dim, lanes]``.
 
-Scores are in base 2 (``log2(e)`` is folded into the packed queries), as in FlashAttention.
+Scores are in base 2 (``log2(e)`` is folded into the packed queries), as in FlashAttention. Weights
+that are sigmoids of scores need neither maximum nor sum: blocks of keys just add up.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from subquad.kernels.templates.vectors import (
     exp2,
     index,
     load,
+    sigmoid,
     tanh,
 )
 
@@ -161,7 +163,11 @@ class ExactPanels:
             with T.If(is_partial):
                 with T.Then():
                     self._mask(keys, p, start, count, visible)
-        rescale = self._weigh(p, count)
+        rescale = None
+        if self.terms.terms.sigmoid:
+            self._squash(count)
+        else:
+            rescale = self._weigh(p, count)
         self._accumulate(keys, p, start, count, rescale)
 
     def _score(self, keys: KeyList, p: Expr, start: Expr, count: Expr) -> None:
@@ -198,6 +204,14 @@ class ExactPanels:
                 for v, score in enumerate(scores)
             ]
             panel.store(self.scores, masked, j)
+
+    def _squash(self, count: Expr) -> None:
+        """Scores to weights, each by itself; a hidden key, at -inf, gets exactly 0."""
+        panel = self.tile.panel
+        offset = constant(self.terms.terms.offset * LOG2_E, panel.lanes)
+        with T.serial(count) as j:
+            weights = [sigmoid(score + offset, panel.lanes) for score in panel.load(self.scores, j)]
+            panel.store(self.scores, weights, j)
 
     def _weigh(self, p: Expr, count: Expr) -> list[Expr]:
         """Scores to weights; returns what the accumulated output must be multiplied by."""
@@ -260,14 +274,16 @@ class ExactPanels:
         ]
         panel.store(self.expected, shifted, p)
 
-    def _merge(self, buffer: Expr, new: list[Expr], rescale: list[Expr], *at: Expr) -> None:
+    def _merge(self, buffer: Expr, new: list[Expr], rescale: list[Expr] | None, *at: Expr) -> None:
         panel = self.tile.panel
         old = panel.load(buffer, *at)
-        merged = [a * b + c for a, b, c in zip(old, rescale, new, strict=True)]
+        if rescale is not None:
+            old = [a * b for a, b in zip(old, rescale, strict=True)]
+        merged = [a + b for a, b in zip(old, new, strict=True)]
         panel.store(buffer, merged, *at)
 
     def _accumulate(
-        self, keys: KeyList, p: Expr, start: Expr, count: Expr, rescale: list[Expr]
+        self, keys: KeyList, p: Expr, start: Expr, count: Expr, rescale: list[Expr] | None
     ) -> None:
         panel = self.tile.panel
 
@@ -289,15 +305,20 @@ class ExactPanels:
         panel = tile.panel
         self.terms.write(first_row, self.maximum, self.total, self.expected)
         with T.serial(self.panels) as p:
-            inverse = []
-            for total in panel.load(self.total, p):
-                safe = T.max(total, constant(1e-37, panel.lanes))
-                inverse.append(bind(constant(1.0, panel.lanes) / safe))
-            with T.serial(index(heads.value_dim)) as e:
-                old = panel.load(self.output, p, e)
-                scaled = [a * b for a, b in zip(old, inverse, strict=True)]
-                panel.store(self.output, scaled, p, e)
+            if not self.terms.terms.sigmoid:
+                self._divide(p)
             heads.write_output(self.output, p, first_row + p * panel.width, panel)
+
+    def _divide(self, p: Expr) -> None:
+        panel = self.tile.panel
+        inverse = []
+        for total in panel.load(self.total, p):
+            safe = T.max(total, constant(1e-37, panel.lanes))
+            inverse.append(bind(constant(1.0, panel.lanes) / safe))
+        with T.serial(index(self.heads.value_dim)) as e:
+            old = panel.load(self.output, p, e)
+            scaled = [a * b for a, b in zip(old, inverse, strict=True)]
+            panel.store(self.output, scaled, p, e)
 
 
 def exact_tile(parameters: TileParameters) -> ExactTile:

@@ -29,6 +29,7 @@ from subquad.kernels.templates.vectors import (
     load,
     log2,
     settle,
+    sigmoid,
     store,
     store_scalar,
     sum_four,
@@ -158,7 +159,11 @@ class FewRows:
                 with T.If(is_partial):
                     with T.Then():
                         self._hide(keys, row, start, count, visible)
-            rescale = self._weigh(row, count)
+            rescale = None
+            if self.terms.sigmoid:
+                self._squash(row, count)
+            else:
+                rescale = self._weigh(row, count)
             for first, vectors in cut(self.heads.value_dim // self.lanes, VALUE_VECTORS):
                 panel = Panel(self.lanes, vectors)
                 self._add_values(keys, row, start, count, first * self.lanes, panel, rescale)
@@ -245,6 +250,15 @@ class FewRows:
             score = T.Select(seen, self.scores[row, j], T.float32(float("-inf")))
             store_scalar(self.scores, score, row, j)
 
+    def _squash(self, row: Expr, count: Expr) -> None:
+        """Scores to weights, each by itself."""
+        lanes = self.lanes
+        offset = constant(self.terms.offset * LOG2_E, lanes)
+        with T.serial(blocks_of(count, lanes)) as block:
+            at = bind(block * lanes)
+            score = load(self.scores, row, at, lanes=lanes)
+            store(self.scores, sigmoid(score + offset, lanes), row, at, lanes=lanes)
+
     def _weigh(self, row: Expr, count: Expr) -> Expr:
         """Scores to weights; returns what the sums so far must be multiplied by."""
         lanes, state = self.lanes, self.state
@@ -290,7 +304,7 @@ class FewRows:
         count: Expr,
         first: int,
         panel: Panel,
-        rescale: Expr,
+        rescale: Expr | None,
     ) -> None:
         """Weighted values of one row, ``panel.width`` dims from ``first`` on."""
         heads = self.heads
@@ -301,8 +315,10 @@ class FewRows:
             values = panel.load(heads.buffers.value, *place, start=index(first))
             products.multiply_add([self.scores[row, j]], values)
         old = panel.load(self.state.sums, index(0), row, start=index(first))
-        factor = broadcast(rescale, panel.lanes)
-        new = [a * factor + b for a, b in zip(old, products.get(0), strict=True)]
+        if rescale is not None:
+            factor = broadcast(rescale, panel.lanes)
+            old = [a * factor for a in old]
+        new = [a + b for a, b in zip(old, products.get(0), strict=True)]
         panel.store(self.state.sums, new, index(0), row, start=index(first))
 
     def save(self, shared: SharedRows, at: Expr) -> None:
@@ -320,6 +336,9 @@ class FewRows:
 
     def merge(self, shared: SharedRows, at: Expr) -> None:
         """Add the state of other keys, number ``at``."""
+        if self.terms.sigmoid:
+            self._merge_sums(shared, at)
+            return
         state = self.state
         with T.serial(self.row_count) as row:
             here, there = (index(0), row), (at, row)
@@ -339,6 +358,15 @@ class FewRows:
                 more = load(shared.sums, *there, e, lanes=lanes) * broadcast(theirs, lanes)
                 store(state.sums, mine + more, *here, e, lanes=lanes)
 
+    def _merge_sums(self, shared: SharedRows, at: Expr) -> None:
+        """Without a common denominator, parts just add up."""
+        own = self.state.sums
+        with T.serial(self.row_count) as row:
+            for lanes, e in self._each(self.heads.value_dim):
+                mine = load(own, index(0), row, e, lanes=lanes)
+                more = load(shared.sums, at, row, e, lanes=lanes)
+                store(own, mine + more, index(0), row, e, lanes=lanes)
+
     def finish(self) -> None:
         """Divide by the sums and write; rows that saw no key become zeros."""
         state, heads = self.state, self.heads
@@ -348,6 +376,8 @@ class FewRows:
             total = bind(state.total[index(0), row])
             safe = bind(T.max(total, T.float32(1e-37)))
             inverse = bind(T.float32(1.0) / safe)
+            if self.terms.sigmoid:
+                inverse = T.float32(1.0)
             for lanes, e in self._each(heads.value_dim):
                 sums = load(state.sums, index(0), row, e, lanes=lanes)
                 scaled = sums * broadcast(inverse, lanes)

@@ -33,10 +33,13 @@ class Terms:
     """The static choices; see ``attention/semantics.py`` for the inputs they name.
 
     Attributes:
-        score_bias: axes of ``"bhqk"`` along which ``score_bias`` varies; "" = none.
+        score_bias: axes of ``"bhqk"`` along which ``score_bias`` varies; "" = none, "1" = one
+            number.
         alibi: ``"none"``, ``"signed"`` or ``"absolute"``.
         sinks: whether there are ``sink_logits``.
         lse, entropy: whether these outputs exist.
+        sigmoid: weights are the sigmoids of scores; there is no denominator.
+        offset: added to all scores before it.
     """
 
     key_bias: bool = False
@@ -45,6 +48,8 @@ class Terms:
     sinks: bool = False
     lse: bool = False
     entropy: bool = False
+    sigmoid: bool = False
+    offset: float = 0.0
 
     @property
     def has_bias(self) -> bool:

@@ -134,10 +134,7 @@ class StatisticsCollector:
         if site.softcap:
             scores = site.softcap * np.tanh(scores / site.softcap)
         visible, distance = visible[rows], distance[rows]
-        scores = np.where(visible, scores, -np.inf)
-        scores -= scores.max(axis=-1, keepdims=True)
-        weights = np.exp(scores, dtype=np.float32)
-        weights /= weights.sum(axis=-1, keepdims=True)
+        weights = _shares(site, np.where(visible, scores, -np.inf))
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.where(weights > 0, np.log(weights), 0)
         entropy = -(weights * logs).sum(axis=-1)
@@ -167,6 +164,17 @@ class StatisticsCollector:
     def _sum(self, name: str, values: NDArray[Any], count: int) -> None:
         total = self._sums.get(name, np.zeros(len(values)))
         self._sums[name] = total + count * np.asarray(values, np.float64)
+
+
+def _shares(site: AttentionSite, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Weights of each row that sum up to one; those of a sigmoid, too, are told as shares."""
+    if site.score_function == "sigmoid":
+        # From the logarithm of a sigmoid: a row of tiny weights has shares like any other.
+        scores = -np.logaddexp(0, -(scores + np.float32(site.score_offset)))
+    scores = scores - scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores, dtype=np.float32)
+    shares: NDArray[np.float32] = weights / weights.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def _sampled_blocks(query_len: int) -> Sequence[range]:

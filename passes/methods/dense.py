@@ -1,8 +1,8 @@
-"""Exact softmax attention: the site as it is.
+"""Exact attention: the site as it is.
 
     out_i = sum_j softmax_j(cap(scale * q_i . k_j)) v_j     over the keys i may see
 
-Vaswani et al., 2017, https://arxiv.org/abs/1706.03762.
+Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; a site of sigmoids keeps its sigmoids.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class DenseMethod(OneNode):
             score_bias=site.score_bias,
             alibi=site.alibi,
             has_sink_logits=site.has_sinks,
+            score_function=site.score_function,
+            score_offset=site.score_offset,
         )
 
     def candidates(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from subquad.kernels.attention.semantics import SCALAR, ScoreFunction
 from subquad.passes.recognise.affine import ONE, ZERO, Affine, OpaqueError, position
 from subquad.passes.recognise.alibi import Alibi, read_alibi
 from subquad.passes.recognise.mask import (
@@ -107,8 +108,13 @@ def separate(
     return Separated(tuple(proved), derived, tuple(biases))
 
 
-def joint_axes(biases: Sequence[Bias]) -> str:
-    """Axes along which the sum of these varies."""
+def joint_axes(biases: Sequence[Bias], score_function: ScoreFunction) -> str:
+    """Axes along which the sum of these varies, as ``AttentionVariant.score_bias``.
+
+    One number for all scores does not show in a softmax: "".
+    """
+    if biases and score_function == "sigmoid" and not any(bias.axes for bias in biases):
+        return SCALAR
     return "".join(axis for axis in _AXES if any(axis in bias.axes for bias in biases))
 
 
@@ -152,6 +158,8 @@ def uniform(value: ir.Value, interpreter: Interpreter) -> float | None:
 
 def _bias(mask: Mask, shape: ScoreShape, interpreter: Interpreter, reason: str) -> Bias:
     value, kind = mask
+    if kind == "factor":
+        raise OpaqueError(f"what weights are multiplied by is no mask: {reason}")
     tensor = interpreter.tensor(value)
     names = _AXES if shape.heads is not None else _AXES.replace("h", "")
     sizes = [size for _, size in shape.axes]

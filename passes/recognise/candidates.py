@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from subquad.kernels.attention.semantics import ScoreFunction
 from subquad.passes.recognise.affine import ONE, Affine, OpaqueError
 from subquad.passes.recognise.alibi import Alibi
 from subquad.passes.recognise.bias import Bias
@@ -37,9 +38,10 @@ class Candidate:
 
     Attributes:
         form: the spelling.
-        anchor: the Attention or Softmax node.
+        anchor: the Attention, Softmax or Sigmoid node.
         query, key, value: operands; ``key`` and ``value`` before any repetition for GQA.
-        masks: values and how they act: ``visible`` / ``hidden`` (boolean) or ``additive``.
+        masks: values and how they act: ``visible`` / ``hidden`` (boolean), ``additive``, or
+            ``factor`` on the weights.
         mask_axes: axes of the scores, to which masks are broadcast.
         scale, softcap: as in ``AttentionSite``.
         is_causal: the operator itself is causal.
@@ -48,6 +50,7 @@ class Candidate:
         biases: terms of the masks that turned out to be none.
         alibi: one of them that is linear in the distance.
         sinks: one more logit in the softmax.
+        score_function, score_offset: as in ``AttentionVariant``.
     """
 
     form: Form
@@ -65,6 +68,8 @@ class Candidate:
     biases: tuple[Bias, ...] = ()
     alibi: Alibi | None = None
     sinks: Sinks | None = None
+    score_function: ScoreFunction = "softmax"
+    score_offset: float = 0.0
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:

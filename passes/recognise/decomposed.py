@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import onnx_ir as ir
@@ -42,11 +43,33 @@ def read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
         raise OpaqueError(f"softmax over axis {axis}, not over keys")
     unshifted, largest = _unshifted(logits, interpreter)
     sinks, scores = read_sinks(unshifted, carries_scores, interpreter)
-    masks, value = _peel_masks(scores, interpreter)
+    masks, value = peel_masks(scores, interpreter)
     facts = Facts(interpreter, masks)
     facts.scores(logits)
     facts.scores(scores)
     output = _output_product(node, facts, sinks, interpreter)
+    candidate = read_products(node, value, output, interpreter, largest)
+    return replace(candidate, masks=tuple(masks), mask_axes=rank, sinks=sinks)
+
+
+def read_products(
+    anchor: ir.Node,
+    value: ir.Value,
+    output: ir.Node,
+    interpreter: Interpreter,
+    largest: ir.Node | None = None,
+) -> Candidate:
+    """What the two products of an attention multiply; masks and sinks are not read.
+
+    Args:
+        anchor: makes weights of scores.
+        value: the scores before masks and biases.
+        output: the product of weights and values.
+        largest: finds the largest of the scores beside their other use.
+
+    Raises:
+        OpaqueError: ``value`` is no scaled or capped product of queries and keys.
+    """
     scale, value = _peel_scale(value, interpreter)
     softcap = Fraction(0)
     tanh = value.producer()
@@ -54,7 +77,7 @@ def read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
         # c * tanh(f * x) is the softcap c of the scores (f * c) * x.
         inner, value = _peel_scale(node_input(tanh, 0), interpreter)
         softcap, scale = abs(scale), scale * inner
-    _require_only_use(value, node, largest)
+    _require_only_use(value, anchor, largest)
     product = value.producer()
     if product is None or product.op_type != "MatMul":
         quantised = quantised_reason(value)
@@ -73,18 +96,17 @@ def read_softmax(node: ir.Node, interpreter: Interpreter) -> Candidate:
         value_operand = as_value(node_input(output, 1), interpreter, grouped=False)
     return Candidate(
         form="decomposed",
-        anchor=node,
+        anchor=anchor,
         query=query_operand,
         key=key_operand,
         value=value_operand,
-        masks=tuple(masks),
-        mask_axes=rank,
+        masks=(),
+        mask_axes=4,
         scale=float(scale * query_scale * key_scale),
         softcap=float(softcap),
         is_causal=False,
         sizes=checked_sizes(query_operand, key_operand, value_operand, interpreter),
         output=output.outputs[0],
-        sinks=sinks,
     )
 
 
@@ -125,7 +147,7 @@ def _through_casts(value: ir.Value, interpreter: Interpreter) -> ir.Value:
         value = source
 
 
-def _peel_masks(value: ir.Value, interpreter: Interpreter) -> tuple[list[Mask], ir.Value]:
+def peel_masks(value: ir.Value, interpreter: Interpreter) -> tuple[list[Mask], ir.Value]:
     """Masks added to, or selecting, the scores; nearest the softmax first."""
     masks: list[Mask] = []
     while True:

@@ -19,6 +19,7 @@ from subquad.passes.recognise.candidates import (
 )
 from subquad.passes.recognise.decomposed import read_softmax
 from subquad.passes.recognise.other_forms import named_reason, unnormalised_attention
+from subquad.passes.recognise.sigmoid import read_sigmoid
 from subquad.passes.recognise.spelled_out import Twin, twin_of
 from subquad.passes.recognise.symbolic import Interpreter
 from subquad.passes.recognise.twin_probe import check_twin
@@ -54,12 +55,15 @@ def find_candidates(
     interpreter: Interpreter,
     twins: Mapping[ir.Node, Twin | OpaqueError] | None = None,
 ) -> list[Candidate | Rejection]:
-    """Every attention operator and every ``Softmax`` of the model, read or rejected, in order."""
+    """Every attention operator, every ``Softmax`` and every sigmoid of scores, read or rejected, in
+    order."""
     twins = twins or {}
     spelled = {node for twin in twins.values() if isinstance(twin, Twin) for node in twin.nodes}
+    others = list(unnormalised_attention(model.graph))
+    sigmoids = {other.sigmoid for other in others if other.sigmoid is not None}
     found: list[Candidate | Rejection] = []
     for node in model.graph:
-        if not _is_anchor(node) or node in spelled:
+        if (not _is_anchor(node) and node not in sigmoids) or node in spelled:
             continue
         try:
             candidate = _read(node, interpreter, twins.get(node))
@@ -67,11 +71,12 @@ def find_candidates(
             found.append(candidate)
         except OpaqueError as error:
             found.append(Rejection(str(error), where=node_label(node)))
-    others = (
-        Rejection(reason, where=node_label(node))
-        for node, reason in unnormalised_attention(model.graph)
+    left_alone = (
+        Rejection(other.reason, where=node_label(other.scores))
+        for other in others
+        if other.sigmoid is None
     )
-    return [*found, *others, *_hidden_anchors(model)]
+    return [*found, *left_alone, *_hidden_anchors(model)]
 
 
 def _read(node: ir.Node, interpreter: Interpreter, twin: Twin | OpaqueError | None) -> Candidate:
@@ -85,8 +90,8 @@ def _read(node: ir.Node, interpreter: Interpreter, twin: Twin | OpaqueError | No
         return replace(candidate, anchor=node, form=twin.form)
     if node.domain == MICROSOFT:
         return read_multi_head(node, interpreter)
-    read = read_attention if node.op_type == "Attention" else read_softmax
-    return read(node, interpreter)
+    readers = {"Attention": read_attention, "Softmax": read_softmax, "Sigmoid": read_sigmoid}
+    return readers[node.op_type](node, interpreter)
 
 
 def _is_plain_multi_head(node: ir.Node) -> bool:

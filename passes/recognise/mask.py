@@ -49,7 +49,8 @@ _PADDING_TESTS: tuple[tuple[PaddingTest, Callable[[int], bool]], ...] = (
 # Values of an input besides 0 and 1 that are tried, with those the mask compares with.
 _OTHER_VALUES = (-1, *range(2, 12), 255)
 
-MaskKind: TypeAlias = Literal["visible", "hidden", "additive"]
+MaskKind: TypeAlias = Literal["visible", "hidden", "additive", "factor"]
+"""How a mask acts: by its truth, added to scores, or (on weights without a sum) as 0 or 1."""
 Mask: TypeAlias = tuple[ir.Value, MaskKind]
 
 
@@ -152,6 +153,10 @@ def _visible(parts: Sequence[tuple[Term, MaskKind]], values: Mapping[Atom, Numbe
 
 def _part_visible(term: Term, kind: MaskKind, values: Mapping[Atom, Number]) -> bool:
     value = evaluate(term, values)
+    if kind == "factor":
+        if value not in (0, 1):
+            raise OpaqueError(f"multiplies weights by {value:g}: no mask")
+        return bool(value)
     if kind != "additive":
         return bool(value) == (kind == "visible")
     if value == 0:

@@ -28,10 +28,10 @@ _RESHAPED = ("Reshape",)
 
 
 def split_merged_heads(model: ir.Model, interpreter: Interpreter) -> None:
-    """Rewrite every softmax of ``model`` that is computed that way; modifies ``model``."""
+    """Rewrite every softmax or sigmoid of scores that is computed that way; modifies ``model``."""
     changed = False
     for node in list(model.graph):
-        if node.op_type != "Softmax" or node.domain not in ("", "ai.onnx"):
+        if node.op_type not in ("Softmax", "Sigmoid") or node.domain not in ("", "ai.onnx"):
             continue
         split = _split_before(node, interpreter)
         merge = _merge_after(node, interpreter)

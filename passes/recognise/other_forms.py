@@ -1,12 +1,14 @@
 """Attention that is named and left alone: other operators, other score functions, integers.
 
-Nothing here is raised. A report that is silent about an attention would say that the model has
-none, so each gets the reason why it stays as it is.
+Only sigmoids of scores are raised, which are found here and read in ``sigmoid``. A report
+that is silent about an attention would say that the model has none, so each other one gets the
+reason why it stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -68,25 +70,43 @@ def named_reason(node: ir.Node) -> str:
     return f"{what} {_REASONS[node.op_type]}: it stays as it is"
 
 
-def unnormalised_attention(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
-    """Products of two products of computed tensors without a softmax between: with the reason.
+@dataclass(frozen=True)
+class Unnormalised:
+    """Products of products of computed tensors without a softmax between.
 
-    Yields:
-        The node that computes the scores, and why it is left alone.
+    Attributes:
+        scores: computes the scores.
+        functions: what is applied to them, in order.
     """
+
+    scores: ir.Node
+    functions: tuple[ir.Node, ...]
+
+    @property
+    def sigmoid(self) -> ir.Node | None:
+        """The only function, if it is a sigmoid: read by ``sigmoid.py``."""
+        alone = len(self.functions) == 1 and self.functions[0].op_type == "Sigmoid"
+        return self.functions[0] if alone else None
+
+    @property
+    def reason(self) -> str:
+        """Why it is left alone."""
+        names = " and ".join(dict.fromkeys(node.op_type for node in self.functions))
+        return (
+            f"attention with {names} in place of softmax: no operator of ours has that score "
+            "function, so it stays as it is"
+        )
+
+
+def unnormalised_attention(graph: ir.Graph) -> Iterator[Unnormalised]:
+    """Attention without a softmax, in order."""
     computed = _computed_from_inputs(graph)
     for node in graph:
         if node.op_type != "MatMul" or not _multiplies(node, computed):
             continue
         functions = _functions_until_product(node.outputs[0], computed)
-        if functions is None:
-            continue
-        names = " and ".join(functions)
-        yield (
-            node,
-            f"attention with {names} in place of softmax: no operator of ours has that score "
-            "function, so it stays as it is",
-        )
+        if functions is not None:
+            yield Unnormalised(node, tuple(functions))
 
 
 def _computed_from_inputs(graph: ir.Graph) -> set[ir.Value]:
@@ -104,24 +124,38 @@ def _multiplies(node: ir.Node, computed: set[ir.Value]) -> bool:
     return all(value in computed for value in node.inputs)
 
 
-def _functions_until_product(scores: ir.Value, computed: set[ir.Value]) -> list[str] | None:
-    """Names of what is applied to scores until they weight values; None if they do not."""
-    functions: dict[str, None] = {}
+def _functions_until_product(scores: ir.Value, computed: set[ir.Value]) -> list[ir.Node] | None:
+    """What is applied to scores until they weight values; None if they do not."""
+    functions: list[ir.Node] = []
     value = scores
     for _ in range(_MAX_STEPS):
         users = list({u.node: None for u in value.uses() if u.node.op_type != "Shape"})
+        total = _division_by_sum(users)
+        if total is not None:
+            functions.append(total)
+            users.remove(total)
         if len(users) != 1:
             return None
         node = users[0]
         if node.op_type == "MatMul":
             weighs = node.inputs[0] is value and _multiplies(node, computed)
-            return list(functions) if weighs and functions else None
+            return functions if weighs and functions else None
         if node.domain not in ("", "ai.onnx") or node.op_type not in _ON_SCORES | _FUNCTIONS:
             return None
         if node.op_type in _FUNCTIONS:
-            functions[node.op_type] = None
+            functions.append(node)
         value = node.outputs[0]
     return None
+
+
+def _division_by_sum(users: list[ir.Node]) -> ir.Node | None:
+    """The sum, where ``users`` are a sum over keys and the quotient with it."""
+    sums = [node for node in users if node.op_type == "ReduceSum"]
+    if len(users) != 2 or len(sums) != 1:
+        return None
+    readers = {use.node for use in sums[0].outputs[0].uses()}
+    others = {node for node in users if node is not sums[0]}
+    return sums[0] if readers == others and all(n.op_type == "Div" for n in others) else None
 
 
 # --- integers ------------------------------------------------------------------------------

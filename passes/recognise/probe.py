@@ -247,6 +247,8 @@ def probe_masks(question: Question) -> int:
                 array = array[:, None]
             if kind == "additive":
                 part = array > HIDDEN_BELOW
+            elif kind == "factor":
+                part = _truth(array)
             else:
                 part = array.astype(bool) if kind == "visible" else ~array.astype(bool)
             seen = _both(seen, part)
@@ -258,6 +260,13 @@ def probe_masks(question: Question) -> int:
             )
         count += 1
     return count
+
+
+def _truth(factor: NDArray[Any]) -> NDArray[np.bool_]:
+    """What a mask that multiplies weights lets through."""
+    if not bool(np.all((factor == 0) | (factor == 1))):
+        raise OpaqueError("what multiplies the weights has values besides 0 and 1")
+    return np.asarray(factor == 1)
 
 
 def _both(seen: NDArray[np.bool_], part: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -338,16 +347,23 @@ def probe_node(question: Question, raised: Piece) -> NodeProbes:
 
 
 def _spreads(candidate: Candidate) -> tuple[float, ...]:
-    """Standard deviations of scores; a softcap shows only on scores of its own size."""
-    return (_SCORE_STD, candidate.softcap) if candidate.softcap else (_SCORE_STD,)
+    """Standard deviations of scores; a softcap shows only on scores of its own size.
+
+    An offset would leave sigmoids of smaller scores near 0, where ONNX Runtime rounds them to 1e-7.
+    """
+    std = max(_SCORE_STD, abs(candidate.score_offset))
+    return (std, candidate.softcap) if candidate.softcap else (std,)
 
 
 def _seen(
     question: Question, point: ProbePoint, biases: Sequence[NDArray[Any]]
 ) -> NDArray[np.bool_]:
-    """Rows whose results count: those that see a key, or a sink; ``[batch, heads or 1, q]``."""
+    """Rows whose results count: those that see a key, or a sink; ``[batch, heads or 1, q]``.
+
+    Sigmoids of hidden keys are zeros in the source, too, so all rows count.
+    """
     pairs = visible_pairs(question.derived.predicate, point)[:, None]
-    if question.candidate.sinks is not None:
+    if question.candidate.sinks is not None or question.candidate.score_function == "sigmoid":
         return np.ones(pairs.shape[:3], dtype=bool)
     for bias, array in zip(question.candidate.biases, biases, strict=True):
         if question.candidate.mask_axes == 3 and array.ndim == 3:
@@ -371,7 +387,10 @@ def _error(
         raise OpaqueError(f"the raised node gives shape {got.shape}, the source {want.shape}")
     want, got = (_of_rows(question, point, seen, array) for array in (want, got))
     norm = float(np.linalg.norm(want))
-    return float(np.linalg.norm(got - want)) / norm if norm else 0.0
+    difference = float(np.linalg.norm(got - want))
+    if not norm:
+        return math.inf if difference else 0.0
+    return difference / norm
 
 
 def _of_rows(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from subquad.kernels.attention.semantics import SCALAR, ScoreFunction
 from subquad.kernels.operator import UNLIMITED
 
 Form: TypeAlias = Literal[
@@ -135,6 +136,8 @@ class AttentionSite:
         alibi: how positions enter the scores, as in ``AttentionVariant``.
         slopes: of ALiBi, one for each head.
         has_sinks: the denominator has one more term per head.
+        score_function: what makes weights of scores.
+        score_offset: added to all scores before a sigmoid.
         cache: where keys of earlier calls are; ``None``: every call has all keys.
     """
 
@@ -156,12 +159,16 @@ class AttentionSite:
     alibi: Literal["none", "signed", "absolute"] = "none"
     slopes: tuple[float, ...] = ()
     has_sinks: bool = False
+    score_function: ScoreFunction = "softmax"
+    score_offset: float = 0.0
     cache: SiteCache | None = None
 
     @property
     def score_bias(self) -> str:
-        """Axes of ``bhqk`` along which the sum of all biases varies; "" = none."""
-        return "".join(a for a in "bhqk" if any(a in bias.axes for bias in self.biases))
+        """Axes of ``bhqk`` along which the sum of all biases varies, as in ``AttentionVariant``."""
+        axes = "".join(a for a in "bhqk" if any(a in bias.axes for bias in self.biases))
+        alone = self.biases and self.score_function == "sigmoid" and not axes
+        return SCALAR if alone else axes
 
     @property
     def adds_to_scores(self) -> bool:
@@ -170,7 +177,12 @@ class AttentionSite:
 
     def describe(self) -> str:
         """Short form for tables: the mask, and what else is added."""
-        parts = [self.mask.describe(), *dict.fromkeys(bias.kind for bias in self.biases)]
+        parts = [self.mask.describe()]
+        if self.score_function == "sigmoid":
+            parts.append("sigmoid")
+        if self.score_offset:
+            parts.append(f"offset {self.score_offset:g}")
+        parts += dict.fromkeys(bias.kind for bias in self.biases)
         if self.alibi != "none":
             parts.append("ALiBi" if self.alibi == "signed" else "ALiBi of both sides")
         parts += ["cached"] if self.cache else []
