@@ -28,6 +28,7 @@ from subquad.converter.pipeline import (
     StageClock,
     write_artifact,
 )
+from subquad.converter.reports import write_reports
 from subquad.converter.work_folder import WorkFolder
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
 from subquad.passes.calibrate.branches import ablate
@@ -137,6 +138,7 @@ def convert_and_distil(
             tuning=tuning,
             repair=_with_branches(trained, engine, manifest, data),
         )
+    write_reports(output, report)
     if work is None:
         shutil.rmtree(place, ignore_errors=True)
     return report

@@ -18,6 +18,7 @@ from subquad.converter.pipeline import (
     require_raised,
     write_artifact,
 )
+from subquad.converter.reports import write_reports
 from subquad.runtime.machine import peak_rss_bytes
 
 
@@ -65,6 +66,8 @@ def convert_pair(
             )
         if progress is not None:
             progress("publish", None)
+    for name, report in reports.items():
+        write_reports(output / name, report)
     return _joined(reports, output, clock.seconds)
 
 

@@ -10,11 +10,11 @@
 | emit | models, weights, companions, manifest -> a temporary directory |
 | check | the written artifact runs, in a child process |
 | publish | the directory is renamed into place |
+| report | ``report.json`` and ``report.html`` are put into it |
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ from subquad.converter.check import check_artifact
 from subquad.converter.cpu_kernels import KernelKind, chosen_kernels, kernel_facts
 from subquad.converter.emit import copy_files, place_files, write_models
 from subquad.converter.gpu import gpu_records, template_name, write_gpu_kernels
-from subquad.converter.html_report import html_report
+from subquad.converter.reports import write_reports
 from subquad.converter.source import trace
 from subquad.converter.traced import TracedModel
 from subquad.kernels.gpu import GpuTarget
@@ -61,7 +61,6 @@ from subquad.runtime.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from subquad.runtime.jsonable import json_ready
 from subquad.runtime.kernel_library import this_platform
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import (
@@ -85,8 +84,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float | None], None]
 Repair = Callable[[ir.Model, Sequence[Assignment]], Mapping[str, Any]]
 
-REPORT_NAME = "report.json"
-PAGE_NAME = "report.html"
 _PACKAGES = (
     "apache-tvm",
     "onnx-ir",
@@ -337,6 +334,7 @@ def convert(
         )
         if progress is not None:
             progress("publish", None)
+    write_reports(output, report)
     return report
 
 
@@ -368,9 +366,12 @@ def write_artifact(
         shown_as: where ``folder`` will be.
         seed, kernels, require_kernels, templates, tuning: as ``convert``.
         gpus: its targets.
-        facts: further entries of ``report.json``.
+        facts: further entries of the report.
         repair: changes weights of the rewritten model; returns more entries.
-        finish: looks at the checked artifact before its report is written; returns more entries.
+        finish: looks at the checked artifact, may refuse it, and returns more entries.
+
+    Returns:
+        The report; ``write_reports`` puts it into the artifact once that is in its place.
 
     Raises:
         UnsupportedModelError: the written artifact fails its check.
@@ -434,7 +435,7 @@ def write_artifact(
         manifest.dump(folder / MANIFEST_NAME)
     with clock.stage("check"):
         check = check_artifact(folder, traced.sample_inputs, traced.sample_outputs)
-    report = ConversionReport(
+    return ConversionReport(
         source=manifest.source,
         sites=tuple(asdict(record) for record in records),
         rejections=manifest.rejections,
@@ -450,10 +451,6 @@ def write_artifact(
             **(finish(folder) if finish is not None else {}),
         },
     )
-    text = json.dumps(json_ready(report.to_json()), indent=1, sort_keys=True)
-    (folder / REPORT_NAME).write_text(text + "\n", "utf-8")
-    (folder / PAGE_NAME).write_text(html_report(json.loads(text)), "utf-8")
-    return report
 
 
 def _raised(

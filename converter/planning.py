@@ -8,6 +8,7 @@
 | search | plans -> what each does to held-out outputs | ``runs/`` |
 | branches | hybrids of the plan -> what each of their branches does | ``branches/`` |
 | convert | plan -> artifact, measured once more as it ships | |
+| probes | artifact in its place -> what perplexity does not show, for the report | |
 
 Killed anywhere and started again with the same arguments, it goes on where it was and ends with
 the same plan.
@@ -38,9 +39,10 @@ from subquad.converter.pipeline import (
     StageClock,
     write_artifact,
 )
+from subquad.converter.reports import write_reports
 from subquad.converter.work_folder import WorkFolder, key_of
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
-from subquad.passes.calibrate.branches import Branches, ablate, linear_off
+from subquad.passes.calibrate.branches import Branches, ablate, linear_off, widest_window
 from subquad.passes.calibrate.candidates import SiteMeasurement
 from subquad.passes.calibrate.data import (
     CALIBRATION_TOKENS,
@@ -65,7 +67,14 @@ from subquad.runtime.artifact import Artifact, check_inputs, load
 from subquad.runtime.errors import BudgetError, UsageError
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import MODEL_NAME
-from subquad.runtime.probes import greedy, probe_reason, recall, recall_kept, token_ids
+from subquad.runtime.probes import (
+    greedy,
+    probe_reason,
+    recall,
+    recall_facts,
+    spelling_tokenizer,
+    token_ids,
+)
 from subquad.runtime.samples import Batch
 from subquad.runtime.session import QUIET_THREADS
 
@@ -76,6 +85,9 @@ PROBE_LENGTH, PROBE_TOKENS = 1024, 2048
 """Inputs that are followed to the end of the model for every attention."""
 
 GREEDY_PROMPT, GREEDY_TOKENS = 256, 32
+
+RECALL_ROWS = 4
+"""Held-out rows of every length in which facts are hidden."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +242,10 @@ def convert_with_budget(
             repair=None if distil is None else planning.distillation(distil),
             finish=planning.verify,
         )
+    # From here on, whatever fails, the artifact is there.
+    write_reports(output, report)
+    report = replace(report, facts={**report.facts, "probes": planning.probe(output)})
+    write_reports(output, report)
     if work is None:
         shutil.rmtree(place, ignore_errors=True)
     return report
@@ -373,7 +389,7 @@ class _Planning:
         Raises:
             BudgetError: it misses the budget.
         """
-        artifact = load(folder, threads=self._request.threads, verify=False, config=QUIET_THREADS)
+        artifact = self._open(folder)
 
         def run(finish: Callable[[int, Mapping[str, NDArray[Any]]], None]) -> None:
             for number, batch in enumerate(self._data.heldout):
@@ -389,19 +405,37 @@ class _Planning:
                 f"The plan kept the budget, but the artifact misses it and was discarded: "
                 f"{'; '.join(misses)}."
             )
-        return {"verified": score.to_json(), "probes": self._probe(_artifact_runner(artifact))}
+        return {"verified": score.to_json()}
 
-    def _probe(self, model: Runner) -> dict[str, Any]:
-        """Recall and greedy agreement of the artifact, or why there is none."""
+    def probe(self, folder: Path) -> dict[str, Any]:
+        """Recall and greedy agreement of the artifact in ``folder``, or why there is none."""
         refused = probe_reason(self.manifest)
         if refused is not None:
             return {"not_applicable": refused.reason}
+        with self._clock.stage("probes"):
+            return self._probe(_artifact_runner(self._open(folder)))
+
+    def _open(self, folder: Path) -> Artifact:
+        return load(folder, threads=self._request.threads, verify=False, config=QUIET_THREADS)
+
+    def _probe(self, model: Runner) -> dict[str, Any]:
         exact = self._engine_runner({})
-        points = recall(self.manifest, exact, model, self._data.lengths, seed=self._request.seed)
+        rows: dict[int, list[NDArray[Any]]] = {}
+        for batch in self._data.heldout:
+            rows.setdefault(batch.length, []).extend(token_ids(self.manifest, batch.feeds))
+        points = recall(
+            self.manifest,
+            exact,
+            model,
+            [row for of_length in rows.values() for row in of_length[:RECALL_ROWS]],
+            spelling_tokenizer(self.base),
+            beyond=widest_window(self._plan(self._chosen.choice).values()),
+            seed=self._request.seed,
+        )
         row = token_ids(self.manifest, self._data.heldout[0].feeds)[0]
         prompt = row[: max(1, min(GREEDY_PROMPT, len(row)))]
         said = greedy(self.manifest, exact, model, prompt, GREEDY_TOKENS)
-        return {"recall": points, "recall_kept": recall_kept(points), "greedy": said}
+        return {**recall_facts(points), "greedy": said}
 
     def _engine_runner(self, plan: Mapping[int, Assignment]) -> Runner:
         """The model with ``plan``, as a function of its inputs."""

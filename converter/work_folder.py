@@ -1,7 +1,8 @@
 """Results of stages on disk, so that an interrupted plan goes on where it stopped.
 
-Every result lies under a key made from all that it depends on. What another source, other data or
-other options need lies under other keys, so a folder may be used again for anything.
+Every result lies under a key made from all that it depends on, the code that computed it included.
+What another source, other data, other options or other code need lies under other keys, so a folder
+may be used again for anything.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from subquad import __version__
 from subquad.converter.atomic import output_errors
+from subquad.converter.code_hash import code_hash
 from subquad.runtime.errors import OutputError, UsageError
 from subquad.runtime.jsonable import json_ready
 
@@ -87,6 +88,6 @@ class WorkFolder:
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """A name for everything that a result depends on, this version of the package included."""
-    text = json.dumps(json_ready({"version": __version__, **facts}), sort_keys=True)
+    """A name for everything that a result depends on, this very code of the package included."""
+    text = json.dumps(json_ready({"code": code_hash(), **facts}), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]

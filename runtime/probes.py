@@ -1,18 +1,19 @@
-"""What perplexity does not show: whether a model still copies from far away, and says the same.
+"""What perplexity does not show: whether a model still finds what is far away, and says the same.
 
-Both probes need no tokenizer. They compare two models of one signature, the exact one first.
+Both probes compare two models of one signature, the exact one first.
 
-* Recall: a row of random tokens in which a passage returns at the end. A model that finds the first
-  occurrence predicts the rest of the second (induction, Olsson et al., 2022,
-  https://arxiv.org/abs/2209.11895); one that cannot look back so far is at chance.
+* Recall: facts are hidden in a text and asked for at its end (``recall_rows.py``). The score is the
+  share of the answers' tokens that are the most likely next ones. Where the exact model itself does
+  not know, nothing can be said, and the point does not count.
 * Greedy: the exact model continues a prompt; the other one is asked for each next token of the same
   text. Up to the first token it would choose otherwise, both generate the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,34 +21,45 @@ from numpy.typing import NDArray
 
 from subquad.runtime.errors import Rejection
 from subquad.runtime.manifest import InputSpec, Manifest
-from subquad.runtime.samples import is_causal_model, other_ids, random_ids
+from subquad.runtime.recall_rows import KINDS, can_spell, recall_row
+from subquad.runtime.samples import is_causal_model, other_ids
+from subquad.runtime.text import TOKENIZER_NAME, Tokenizer
 
 Run = Callable[[Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]
 
-PASSAGE, CUE = 24, 8
-"""Tokens of the passage that returns, and how many of them only serve to find it."""
-
-DEPTHS = (0.0, 0.5, 0.9)
-"""Where the passage stands first, as a share of what lies before its second occurrence."""
-
-LEAST_RECALL = 0.1
-"""Mean recall below which a model cannot be said to copy: chance is not far."""
+LEAST_RECALL = 0.3
+"""Accuracy of the exact model below which a point says nothing: a digit is guessed at 0.1."""
 
 
 @dataclass(frozen=True)
 class RecallPoint:
-    """Share of the passage that is predicted.
+    """Answers of one kind over about one distance, in all rows.
 
     Attributes:
-        length: of the row.
-        distance: tokens between the two occurrences.
-        exact, model: of the exact model and of the other.
+        kind: see ``recall_rows.py``.
+        length: of the rows.
+        distance: mean of the tokens between statement and answer.
+        tokens: of the answers.
+        exact, model: share of them that the exact model and the other find most likely.
+        exact_probability, model_probability: mean that they give them.
     """
 
+    kind: str
     length: int
     distance: int
+    tokens: int
     exact: float
     model: float
+    exact_probability: float
+    model_probability: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the exact model knows enough for a comparison."""
+        return self.exact >= LEAST_RECALL
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "counts": self.counts}
 
 
 @dataclass(frozen=True)
@@ -79,43 +91,93 @@ def recall(
     manifest: Manifest,
     exact: Run,
     model: Run,
-    lengths: Sequence[int],
+    texts: Sequence[NDArray[Any]],
+    tokenizer: Tokenizer | None = None,
     *,
-    rows: int = 2,
+    beyond: int = 0,
     seed: int = 0,
 ) -> tuple[RecallPoint, ...]:
-    """Copy passages over several distances; lengths too short for a passage are left out."""
-    spec = _token_spec(manifest)
-    points = []
-    for length in lengths:
-        span = length - 2 * PASSAGE
-        if span < PASSAGE:
-            continue
-        for depth in DEPTHS:
-            hits = np.zeros(2)
-            start = round(depth * span)
-            for row in range(rows):
-                rng = np.random.default_rng([seed, length, start, row])
-                ids = random_ids(spec, (1, length), rng)
-                ids[0, -PASSAGE:] = ids[0, start : start + PASSAGE]
-                wanted = ids[0, CUE - PASSAGE :]
-                for number, run in enumerate((exact, model)):
-                    logits = _logits(manifest, run, ids)[0, CUE - PASSAGE - 1 : -1]
-                    hits[number] += float((logits.argmax(axis=-1) == wanted).mean()) / rows
-            distance = length - PASSAGE - start
-            points.append(RecallPoint(length, distance, float(hits[0]), float(hits[1])))
-    return tuple(points)
+    """Ask both models for facts that are hidden in ``texts``.
 
-
-def recall_kept(points: Sequence[RecallPoint]) -> float | None:
-    """Recall of the model over that of the exact one, all points together.
-
-    ``None`` where the exact model itself does not copy.
+    Args:
+        manifest: of both.
+        exact, model: the exact model, and the other.
+        texts: rows of token ids to hide facts in; one too short for any is left out.
+        tokenizer: spells facts; ``None`` = passages of tokens only.
+        beyond: as ``recall_row``.
+        seed: draws the facts.
     """
-    exact = sum(point.exact for point in points)
-    if exact < LEAST_RECALL * len(points) or not points:
+    seen: dict[tuple[int, str, int], list[tuple[int, NDArray[np.float64]]]] = {}
+    for number, text in enumerate(texts):
+        rng = np.random.default_rng([seed, 7, len(text), number])
+        row = recall_row(np.asarray(text, np.int64), rng, tokenizer, beyond=beyond)
+        if row is None:
+            continue
+        ids = row.ids[None].astype(text.dtype)
+        first = min(asked.start for asked in row.asked)
+        answers = np.stack(
+            [
+                _answers(_logits(manifest, run, ids)[0, first - 1 : -1], row.ids[first:])
+                for run in (exact, model)
+            ]
+        )
+        for asked in row.asked:
+            of_both = answers[:, :, asked.start - first : asked.stop - first]
+            place = (len(text), asked.kind, asked.place)
+            seen.setdefault(place, []).append((asked.distance, of_both))
+    order = sorted(seen, key=lambda place: (place[0], KINDS.index(place[1]), place[2]))
+    return tuple(_point(*place[:2], seen[place]) for place in order)
+
+
+def _answers(logits: NDArray[Any], wanted: NDArray[np.int64]) -> NDArray[np.float64]:
+    """``[2, tokens]``: whether each token is the most likely one, and its probability."""
+    values = np.asarray(logits, np.float32)
+    top = values.max(axis=1)
+    chosen = values[np.arange(len(values)), wanted]
+    total = np.exp(values - top[:, None]).sum(axis=1, dtype=np.float64)
+    return np.stack([values.argmax(axis=1) == wanted, np.exp(chosen - top) / total])
+
+
+def _point(length: int, kind: str, seen: Sequence[tuple[int, NDArray[np.float64]]]) -> RecallPoint:
+    both = np.concatenate([answers for _, answers in seen], axis=2).mean(axis=2)
+    tokens = sum(answers.shape[2] for _, answers in seen)
+    distance = round(np.mean([distance for distance, _ in seen]))
+    (exact, exact_p), (model, model_p) = both.tolist()
+    return RecallPoint(kind, length, int(distance), tokens, exact, model, exact_p, model_p)
+
+
+def recall_kept(points: Iterable[RecallPoint]) -> float | None:
+    """Recall of the model over that of the exact one, all points that count together.
+
+    ``None`` where none does.
+    """
+    counted = [point for point in points if point.counts]
+    if not counted:
         return None
-    return sum(point.model for point in points) / exact
+    exact, model = (
+        sum(share * point.tokens for share, point in zip(shares, counted, strict=True))
+        for shares in ([p.exact for p in counted], [p.model for p in counted])
+    )
+    return model / exact
+
+
+def recall_facts(points: Sequence[RecallPoint]) -> dict[str, Any]:
+    """For the report: all points, what was kept, and of every kind."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind in dict.fromkeys(point.kind for point in points):
+        mine = [point for point in points if point.kind == kind]
+        counted = [point for point in mine if point.counts]
+        kinds[kind] = {"kept": recall_kept(mine), "counted": len(counted), "points": len(mine)}
+        if not counted:
+            best = max(point.exact for point in mine)
+            kinds[kind]["says_nothing"] = (
+                f"the exact model itself finds at most {best:.0%} of the answers"
+            )
+    return {
+        "recall": [point.to_json() for point in points],
+        "recall_kept": recall_kept(points),
+        "recall_kinds": kinds,
+    }
 
 
 def greedy(
@@ -135,6 +197,18 @@ def greedy(
 def token_ids(manifest: Manifest, feeds: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
     """The tokens of a batch."""
     return feeds[_token_spec(manifest).name]
+
+
+def spelling_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of an artifact, if it has one with which facts can be told apart.
+
+    Raises:
+        UsageError: the artifact has one, but the ``text`` extra is not installed.
+    """
+    if not (folder / TOKENIZER_NAME).is_file():
+        return None
+    tokenizer = Tokenizer.load(folder)
+    return tokenizer if can_spell(tokenizer) else None
 
 
 def _token_spec(manifest: Manifest) -> InputSpec:

@@ -58,6 +58,10 @@ class Tokenizer:
         finally:
             self._tokenizer.no_truncation()
 
+    def spell(self, text: str) -> list[int]:
+        """Token ids of ``text`` alone, without special tokens around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

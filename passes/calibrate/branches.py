@@ -13,7 +13,7 @@ position by position. It is within noise if it is below two standard errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -94,6 +94,16 @@ def has_branches(assignment: Assignment) -> bool:
     return isinstance(variant, HybridVariant) and all(
         part.linear and part.has_window for part in variant.parts
     )
+
+
+def widest_window(plan: Iterable[Assignment]) -> int:
+    """Keys before a query in the widest window of hybrids; 0 if there are none."""
+    widest = 0
+    for assignment in plan:
+        variant = assignment.method.lower(assignment.site, assignment.params)
+        if isinstance(variant, HybridVariant):
+            widest = max([widest, *(part.window_left for part in variant.parts)])
+    return widest
 
 
 def linear_off(assignment: Assignment) -> Assignment:

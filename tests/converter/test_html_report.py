@@ -13,8 +13,8 @@ import pytest
 
 import exact_folder
 from subquad.converter.html_report import html_report
-from subquad.converter.pipeline import PAGE_NAME, REPORT_NAME
 from subquad.converter.planning import PlanRequest, convert_with_budget
+from subquad.converter.reports import PAGE_NAME, REPORT_NAME
 
 REQUEST = PlanRequest(
     ("kl=1.5",), lengths=(96,), threads=1, calibration_tokens=960, heldout_tokens=960

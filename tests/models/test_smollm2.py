@@ -19,6 +19,8 @@ import subquad
 import third_party
 from model_checks import HiddenValues, assert_moved, assert_unmoved, feeds_for, perplexity
 from subquad.converter.pipeline import convert
+from subquad.runtime.manifest import Manifest
+from subquad.runtime.probes import recall, recall_facts, spelling_tokenizer
 from subquad.runtime.validate import validate
 
 pytestmark = [pytest.mark.models, pytest.mark.slow]
@@ -160,3 +162,17 @@ def test_window_on_some_layers(tmp_path: Path) -> None:
     }
     assert_unmoved(before, after, may_not_see)
     assert_moved(before, after, position == changed_at + size - 1)
+
+
+def test_it_finds_what_was_said_far_before(
+    conversion: tuple[Path, dict[str, Any]], article: NDArray[np.int64]
+) -> None:
+    """So the recall of a converted one says something."""
+    folder, _ = conversion
+    artifact = subquad.load(folder)
+    points = recall(
+        Manifest.read(folder), artifact.run, artifact.run, [article[0]], spelling_tokenizer(folder)
+    )
+    assert all(point.counts for point in points if point.kind != "copy")
+    assert sum(point.counts for point in points) >= len(points) - 1
+    assert recall_facts(points)["recall_kept"] == 1.0
