@@ -9,8 +9,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 COVERAGE_ARGS ?=
 OUT ?= out
-DEMO_METHOD ?= window:size=512
-DEMO_BUDGET ?= ppl=5%
+DEMO_METHODS ?= window,block_sparse
+DEMO_BUDGET ?= ppl=2%
 
 PY := $(VENV)/bin/python
 SUBQUAD := $(VENV)/bin/subquad
@@ -45,18 +45,18 @@ $(INSTALLED_MODELS): $(INSTALLED)
 	@touch $@
 
 DEMO := $(OUT)/demo
-# A file of the standard library that the demo model was not trained on.
-DEMO_TEXT = $(shell $(PY) -c 'import traceback; print(traceback.__file__)')
+DEMO_TEXTS := $(OUT)/demo-texts
 
-demo: $(INSTALLED)  ## convert the small model in examples/, check it, time it
+demo: $(INSTALLED)  ## plan and convert the small model in examples/, check it, time it; 5 minutes
 	$(SUBQUAD) inspect examples/demo_model
-	@mkdir -p $(OUT)
-	$(SUBQUAD) convert examples/demo_model $(DEMO) --force $(DEMO_METHOD) --overwrite
-	$(SUBQUAD) validate $(DEMO) --data $(DEMO_TEXT) --budget $(DEMO_BUDGET) \
-	  --lengths 512,2048 --paddings none,left --rows 2
+	$(PY) examples/demo_texts.py $(DEMO_TEXTS)
+	$(SUBQUAD) convert examples/demo_model $(DEMO) --budget $(DEMO_BUDGET) \
+	  --data $(DEMO_TEXTS)/calibration --lengths 1024,4096 --methods $(DEMO_METHODS) --kernels cpu --overwrite
+	$(SUBQUAD) validate $(DEMO) --data $(DEMO_TEXTS)/test.txt --budget $(DEMO_BUDGET) \
+	  --lengths 1024,4096 --paddings left --rows 8
 	$(SUBQUAD) bench $(DEMO) --lengths 128,1024,4096 --time-limit 40
 	@echo
-	@echo "The artifact is $(DEMO); what was done and why is in $(DEMO)/report.json."
+	@echo "The artifact is $(DEMO); what was done and why is in $(DEMO)/report.html."
 	@echo "Run it: $(SUBQUAD) run $(DEMO) --text 'def main('"
 
 test: $(INSTALLED)  ## fast tests (leaves out the markers slow, models, node, browser, gpu_schedules)
