@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,51 +224,59 @@ def write_export(family: str, exporter_name: str, path: Path) -> None:
 
     torch.set_num_threads(1)
     exporter = EXPORTERS[exporter_name]
-    names = list(INPUTS[FAMILIES[family].inputs])
-    module = _wrapped(families.build(family, exporter.spelling), names)
-    rng = np.random.default_rng(0)
-    given = {k: torch.from_numpy(a) for k, a in example(family, rng, 2, TRACE_LENGTH).items()}
-    axes = {
-        name: {i: d for i, d in enumerate(dims.split()) if not d.isdigit()}
-        for name, (dims, _) in INPUTS[FAMILIES[family].inputs].items()
-    }
     with torch.no_grad():
         if exporter.dynamo:
-            _export_dynamo(module, given, axes, exporter, path)
+            _export_dynamo(family, exporter, path)
         else:
+            module, given = _module(family, exporter.spelling), _traced_with(family)
             torch.onnx.export(
                 module,
                 tuple(given.values()),
                 str(path.with_suffix(".part")),
-                input_names=names,
+                input_names=list(given),
                 output_names=["output"],
-                dynamic_axes=axes,
+                dynamic_axes=_axes(family),
                 opset_version=exporter.opset,
                 dynamo=False,
             )
-        eager: Spelling = "eager" if "eager" in FAMILIES[family].spellings else "sdpa"
-        arrays = _samples(family, _wrapped(families.build(family, eager), names))
+        arrays = _samples(family)
     np.savez(path.with_suffix(".npz"), **arrays)
     path.with_suffix(".part").replace(path)
 
 
-def _export_dynamo(
-    module: torch.nn.Module,
-    given: Mapping[str, torch.Tensor],
-    axes: Mapping[str, Mapping[int, str]],
-    exporter: Exporter,
-    path: Path,
-) -> None:
+def _module(family: str, spelling: Spelling) -> torch.nn.Module:
+    return _wrapped(families.build(family, spelling), list(INPUTS[FAMILIES[family].inputs]))
+
+
+def _traced_with(family: str) -> dict[str, torch.Tensor]:
     import torch
 
-    shapes = tuple(dict.fromkeys(axes[name], torch.export.Dim.DYNAMIC) for name in given)
-    # A function of *arguments: the shapes are those of one tuple.
+    arrays = example(family, np.random.default_rng(0), 2, TRACE_LENGTH)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _axes(family: str) -> dict[str, dict[int, str]]:
+    """Inputs and their dynamic axes."""
+    return {
+        name: {i: d for i, d in enumerate(dims.split()) if not d.isdigit()}
+        for name, (dims, _) in INPUTS[FAMILIES[family].inputs].items()
+    }
+
+
+def _export_dynamo(family: str, exporter: Exporter, path: Path) -> None:
+    import torch
+
+    given = _traced_with(family)
+    captured = _captured(family, exporter.spelling)
+    module, arguments = captured, ()
+    if captured is None:  # torch.onnx has more ways to try
+        module, arguments = _module(family, exporter.spelling), tuple(given.values())
     program = torch.onnx.export(
         module,
-        tuple(given.values()),
+        arguments,
         input_names=list(given),
         output_names=["output"],
-        dynamic_shapes=(shapes,),
+        dynamic_shapes=_dynamic(family),
         opset_version=exporter.opset,
         dynamo=True,
         verbose=False,
@@ -276,9 +285,36 @@ def _export_dynamo(
     program.save(str(path.with_suffix(".part")), external_data=False)
 
 
-def _samples(family: str, module: torch.nn.Module) -> Mapping[str, Any]:
+@lru_cache(maxsize=1)
+def _captured(family: str, spelling: Spelling) -> torch.export.ExportedProgram | None:
+    """The first step of torch.onnx's exporter, done once for all opsets."""
+    import torch
+    from torch.fx.experimental import _config
+
+    module, given = _module(family, spelling), tuple(_traced_with(family).values())
+    # As torch.onnx does: sizes may be 1 where the example has more.
+    with _config.patch(backed_size_oblivious=True):
+        try:
+            return torch.export.export(module, given, dynamic_shapes=_dynamic(family), strict=False)
+        except _FAILURES:
+            return None
+
+
+def _dynamic(family: str) -> Any:
+    """Axes as torch.export wants them, of a function of ``*arguments``: those of one tuple."""
     import torch
 
+    axes = _axes(family).values()
+    return (tuple(dict.fromkeys(names, torch.export.Dim.DYNAMIC) for names in axes),)
+
+
+@lru_cache(maxsize=1)
+def _samples(family: str) -> Mapping[str, Any]:
+    """Inputs, and outputs of the model in eager mode."""
+    import torch
+
+    eager: Spelling = "eager" if "eager" in FAMILIES[family].spellings else "sdpa"
+    module = _module(family, eager)
     arrays: dict[str, Any] = {"count": len(SAMPLE_LENGTHS)}
     for number, length in enumerate(SAMPLE_LENGTHS):
         given = example(family, np.random.default_rng(length), 4, length)

@@ -191,6 +191,8 @@ FAMILIES: dict[str, Family] = {
             "layer_types": SLIDING,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
+            # The default loops over the experts that some token chose, which is no graph.
+            "experts_implementation": "batched_mm",
         },
         spellings=("eager",),
     ),

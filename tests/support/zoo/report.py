@@ -1,6 +1,6 @@
 """What recognition makes of the zoo, as ``docs/coverage.md`` and ``coverage.json`` here.
 
-    python -m zoo.report [--family NAME]... [--exporter NAME]... [--minutes N]
+    python -m zoo.report [--family NAME]... [--exporter NAME]... [--minutes N] [--missing]
 
 A row per family, a column per exporter. Each cell is measured: the exported file is read, raised,
 and run at lengths and paddings it was not exported with. Cells are kept, so a run that is stopped
@@ -35,10 +35,19 @@ Pair = tuple[str, str]
 
 
 def in_order(pairs: Sequence[Pair]) -> list[Pair]:
-    """One TorchScript and one dynamo export of every family first, then the cheaper exporter."""
+    """One TorchScript and one dynamo export of every family first, then the cheaper exporter.
+
+    Opsets of one family and spelling follow each other: they share what torch captures.
+    """
     first = [(family, _or_other(family, name)) for name in _FIRST for family in FAMILIES]
-    names = sorted(EXPORTERS, key=lambda name: EXPORTERS[name].dynamo)
-    rest = [(family, name) for name in names for family in FAMILIES]
+    names = sorted(EXPORTERS, key=lambda name: SPELLINGS.index(EXPORTERS[name].spelling))
+    rest = [
+        (family, name)
+        for dynamo in (False, True)
+        for family in FAMILIES
+        for name in names
+        if EXPORTERS[name].dynamo == dynamo
+    ]
     wanted = set(pairs)
     return [pair for pair in dict.fromkeys([*first, *rest]) if pair in wanted]
 
@@ -193,13 +202,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="start no more after this time"
     )
+    parser.add_argument(
+        "--missing", action="store_true", help="only what coverage.json has no result of"
+    )
     options = parser.parse_args(arguments)
+    known = known_cells() if options.missing else {}
     pairs = in_order(
         [
             (family, exporter)
             for family in options.family or FAMILIES
             for exporter in exporters_of(family)
-            if exporter in (options.exporter or EXPORTERS)
+            if exporter in (options.exporter or EXPORTERS) and (family, exporter) not in known
         ]
     )
     cells: dict[Pair, Cell] = {}
