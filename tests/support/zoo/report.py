@@ -172,7 +172,7 @@ def _cell(cell: Cell | None) -> str:
 
 def _general(reason: str) -> str:
     """A reason without the names of values."""
-    return re.sub(r"'[^']*'", "…", reason)
+    return re.sub(r"'[^']*'|unk__\d+", "…", reason)
 
 
 # --- the command -----------------------------------------------------------------------------
