@@ -42,7 +42,7 @@ from subquad.passes.recognise.probe import (
 from subquad.passes.recognise.sigmoid import fold_sigmoid, without_offset
 from subquad.passes.recognise.site import AttentionSite, Proof, SiteCache
 from subquad.passes.recognise.softmax import fold_softmax
-from subquad.passes.recognise.spelled_out import Twin
+from subquad.passes.recognise.speller import Twin
 from subquad.passes.recognise.subgraph import Piece
 from subquad.passes.recognise.symbolic import Interpreter, TableInterpreter
 from subquad.runtime.errors import Rejection, UnsupportedModelError
@@ -164,7 +164,11 @@ class _Raiser:
         cache = None
         # Queries at the first keys do not follow the past.
         if derived.predicate.alignment == "end":
-            cache = cache_of(candidate.key, candidate.value, shape.query_len, self._interpreter)
+            twin = self._twins.get(candidate.anchor)
+            outputs = {} if twin is None else {new: old for old, new in twin.outputs.items()}
+            cache = cache_of(
+                candidate.key, candidate.value, shape.query_len, self._interpreter, outputs
+            )
         return _Proved(candidate, shape, derived, variant, proof, cache)
 
     def _prove_mask(self, candidate: Candidate, shape: ScoreShape) -> tuple[Separated, int]:
@@ -291,7 +295,7 @@ class _Raiser:
         self._replace(proved, name)
         if twin is not None:
             for old, new in twin.outputs.items():
-                self._substitute(old, new)
+                self._substitute(old, self._replaced.get(new, new))
         register_variant(self._model, proved.variant)
         return AttentionSite(
             name=name,

@@ -7,6 +7,7 @@ scale and softcap are; ``mask`` and ``probe`` prove what they mean.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -106,6 +107,25 @@ def node_input(node: ir.Node, number: int) -> ir.Value:
     return value
 
 
+def check_further_outputs(node: ir.Node, known: Collection[ir.Value] = ()) -> None:
+    """Attention operators have outputs beside the attention, which must not be used.
+
+    Args:
+        node: the operator.
+        known: outputs that have a meaning.
+    """
+    used = [o for o in node.outputs[1:] if o not in known and (o.uses() or o.is_graph_output())]
+    if not used:
+        return
+    if used[0] in node.outputs[3:]:
+        raise OpaqueError(
+            f"the scores or weights are an output of {node.op_type} too ({used[0].name}): every "
+            "pair of tokens is computed anyway, so nothing is won"
+        )
+    names = ", ".join(str(output.name) for output in used)
+    raise OpaqueError(f"further outputs of {node.op_type} are used: {names}")
+
+
 def int_attribute(node: ir.Node, name: str, default: int = 0) -> int:
     attribute = node.attributes.get(name)
     return default if attribute is None else attribute.as_int()
@@ -116,13 +136,7 @@ def check_operands(candidate: Candidate, interpreter: Interpreter) -> None:
     operands, batch = candidate.operands, candidate.batch(interpreter)
     shapes = [operand.shape(interpreter) for operand in operands]
     for what, operand, shape in zip(("query", "key", "value"), operands, shapes, strict=True):
-        dtype = interpreter.tensor(operand.value).dtype
-        if dtype is None:
-            raise OpaqueError(
-                f"{what} {operand.value.name!r} has no known type: infer shapes first"
-            )
-        if dtype != ir.DataType.FLOAT:
-            raise OpaqueError(f"{what} is {dtype.name}: only float32 attention is raised")
+        check_type(what, operand.value, interpreter)
         mismatch = shape[0] - batch
         if shape[0] != ONE and mismatch.is_constant and mismatch != Affine():
             raise OpaqueError(f"{what} has batch size {shape[0]}, others {batch}")
@@ -130,6 +144,17 @@ def check_operands(candidate: Candidate, interpreter: Interpreter) -> None:
     lengths = shapes[1][2] - shapes[2][2]
     if lengths.is_constant and lengths != Affine():
         raise OpaqueError(f"key has length {shapes[1][2]}, value {shapes[2][2]}")
+
+
+def check_type(what: str, value: ir.Value, interpreter: Interpreter) -> None:
+    """Operands must be float32, as the raised node computes."""
+    dtype = interpreter.tensor(value).dtype
+    if dtype is None:
+        raise OpaqueError(f"{what} {value.name!r} has no known type: infer shapes first")
+    if dtype != ir.DataType.FLOAT:
+        raise OpaqueError(
+            f"{what} is {dtype.name}: only float32 attention is raised; convert the file to float32"
+        )
 
 
 def _check_openable(what: str, value: ir.Value, interpreter: Interpreter) -> None:
@@ -151,21 +176,12 @@ def _check_openable(what: str, value: ir.Value, interpreter: Interpreter) -> Non
 
 
 def read_attention(node: ir.Node, interpreter: Interpreter) -> Candidate:
-    """The standard Attention operator."""
+    """The standard Attention operator without cache and window of its own."""
     inputs = list(node.inputs) + [None] * (7 - len(node.inputs))
-    query, key, value, mask, past_key, past_value, nonpad = inputs[:7]
+    query, key, value, mask = inputs[:4]
     if query is None or key is None or value is None:
         raise OpaqueError("Attention without query, key or value")
-    if past_key is not None or past_value is not None:
-        raise OpaqueError("Attention with past key/value inputs: cached decoding is not raised yet")
-    if nonpad is not None:
-        raise OpaqueError("Attention with nonpad_kv_seqlen is not raised yet")
-    sizes = ("left_window_size", "right_window_size")
-    if any(int_attribute(node, name, -1) >= 0 for name in sizes):
-        raise OpaqueError("Attention with a window of its own, as of opset 25, is not read yet")
-    used = [o.name for o in node.outputs[1:] if o.uses() or o.is_graph_output()]
-    if used:
-        raise OpaqueError(f"further outputs of Attention are used: {', '.join(map(str, used))}")
+    check_further_outputs(node)
     packed = len(interpreter.tensor(query).shape) == 3
     heads, kv_heads = int_attribute(node, "q_num_heads"), int_attribute(node, "kv_num_heads")
     if packed and not (heads and kv_heads):
@@ -212,9 +228,7 @@ def read_multi_head(node: ir.Node, interpreter: Interpreter) -> Candidate:
         raise OpaqueError(
             f"MultiHeadAttention with {' and '.join(more) or 'a cache'} is not read yet"
         )
-    used = [o.name for o in node.outputs[1:] if o.uses() or o.is_graph_output()]
-    if used:
-        raise OpaqueError(f"further outputs of MultiHeadAttention are used: {used[0]}")
+    check_further_outputs(node)
     heads = int_attribute(node, "num_heads")
     query_operand, key_operand, value_operand = (
         Operand(v, heads=heads) for v in (query, key, value)

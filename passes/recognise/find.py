@@ -20,20 +20,19 @@ from subquad.passes.recognise.candidates import (
 from subquad.passes.recognise.decomposed import read_softmax
 from subquad.passes.recognise.other_forms import named_reason, unnormalised_attention
 from subquad.passes.recognise.sigmoid import read_sigmoid
-from subquad.passes.recognise.spelled_out import Twin, twin_of
+from subquad.passes.recognise.spelled_out import needs_twin, twin_of
+from subquad.passes.recognise.speller import Twin
 from subquad.passes.recognise.symbolic import Interpreter
 from subquad.passes.recognise.twin_probe import check_twin
 from subquad.runtime.errors import Rejection
 
 
 def add_twins(model: ir.Model, interpreter: Interpreter) -> dict[ir.Node, Twin | OpaqueError]:
-    """Put a twin before each com.microsoft operator that needs one; or why it has none."""
+    """Put a twin before each attention operator that needs one; or why it has none."""
     twins: dict[ir.Node, Twin | OpaqueError] = {}
     opset = model.opset_imports.get("", 0)
     for node in list(model.graph):
-        if node.domain != MICROSOFT or not _is_anchor(node) or named_reason(node):
-            continue
-        if _is_plain_multi_head(node):
+        if not _is_anchor(node) or named_reason(node) or not needs_twin(node):
             continue
         try:
             twin = twin_of(node, interpreter, opset)
@@ -92,12 +91,6 @@ def _read(node: ir.Node, interpreter: Interpreter, twin: Twin | OpaqueError | No
         return read_multi_head(node, interpreter)
     readers = {"Attention": read_attention, "Softmax": read_softmax, "Sigmoid": read_sigmoid}
     return readers[node.op_type](node, interpreter)
-
-
-def _is_plain_multi_head(node: ir.Node) -> bool:
-    """Separate projections without bias, padding or cache: read as it is."""
-    given = [place for place, value in enumerate(node.inputs) if value is not None]
-    return node.op_type == "MultiHeadAttention" and set(given) in ({0, 1, 2}, {0, 1, 2, 5})
 
 
 def _is_anchor(node: ir.Node) -> bool:
