@@ -115,8 +115,8 @@ def _read_standard(s: Speller) -> Outputs:
         first=first,
         softcap=s.number("softcap"),
     )
-    wide = [s.repeated(operand, heads, kv_heads) for operand in (key, value)]
-    output = s.attend(query, *wide, heads, rules)
+    wide_key, wide_value = (s.repeated(operand, heads, kv_heads) for operand in (key, value))
+    output = s.attend(query, wide_key, wide_value, heads, rules)
     outputs = {s.node.outputs[0]: s.packed(output) if packed else output}
     if past_key is not None:
         outputs |= dict(zip(s.node.outputs[1:3], (key, value), strict=False))
@@ -263,8 +263,8 @@ def _read_group_query(s: Speller) -> Outputs:
         softcap=s.number("softcap"),
         sinks=sinks,
     )
-    wide = [s.repeated(operand, heads, kv_heads) for operand in (k, v)]
-    outputs = {s.node.outputs[0]: s.packed(s.attend(q, *wide, heads, rules))}
+    wide_key, wide_value = (s.repeated(operand, heads, kv_heads) for operand in (k, v))
+    outputs = {s.node.outputs[0]: s.packed(s.attend(q, wide_key, wide_value, heads, rules))}
     return outputs | dict(zip(s.node.outputs[1:3], (k, v), strict=False))
 
 

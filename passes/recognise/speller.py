@@ -21,8 +21,18 @@ from subquad.passes.recognise.symbolic import Interpreter
 from subquad.passes.recognise.tensors import show
 
 Role: TypeAlias = Literal[
-    *("activation", "past", "bias", "seen", "mask", "real", "lengths", "nonpad"),
-    *("last", "total", "positions", "table"),
+    "activation",
+    "past",
+    "bias",
+    "seen",
+    "mask",
+    "real",
+    "lengths",
+    "nonpad",
+    "last",
+    "total",
+    "positions",
+    "table",
 ]
 # Outputs of an operator, and what its twin has for each.
 Outputs: TypeAlias = dict[ir.Value, ir.Value]

@@ -138,8 +138,8 @@ class _Sizes:
         if role == "real":
             return self._real(rng).astype(dtype)
         if role in ("lengths", "last"):
-            lengths = rng.integers(1, self.kv_len + 1, shape)
-            return (lengths - (role == "last")).astype(dtype)
+            least = 0 if role == "last" else 1
+            return rng.integers(least, self.kv_len + least, shape).astype(dtype)
         if role == "nonpad":
             # Fewer keys than queries leave the first queries without any.
             least = min(self.length, self.kv_len)

@@ -52,9 +52,9 @@ def standard(
 ) -> ir.Model:
     g = Graph()
     sizes = (H, KV, KV)
-    dims = [[B, N, h * D] if packed else [B, h, N, D] for h in sizes]
+    dims: list[list[int | str]] = [[B, N, h * D] if packed else [B, h, N, D] for h in sizes]
     operands: list[Any] = [g.input(n, FLOAT, d) for n, d in zip("qkv", dims, strict=True)]
-    axes = [B, 1, N, "past + length"]
+    axes: list[int | str] = [B, 1, N, "past + length"]
     kinds = {"bool": BOOL, "float": FLOAT}
     operands.append(g.input("mask", kinds[mask], axes) if mask else None)
     if outside:

@@ -267,13 +267,11 @@ def _export_dynamo(family: str, exporter: Exporter, path: Path) -> None:
     import torch
 
     given = _traced_with(family)
-    captured = _captured(family, exporter.spelling)
-    module, arguments = captured, ()
-    if captured is None:  # torch.onnx has more ways to try
-        module, arguments = _module(family, exporter.spelling), tuple(given.values())
+    # Where there is no capture, torch.onnx has more ways to try.
+    module = _captured(family, exporter.spelling) or _module(family, exporter.spelling)
     program = torch.onnx.export(
         module,
-        arguments,
+        tuple(given.values()),
         input_names=list(given),
         output_names=["output"],
         dynamic_shapes=_dynamic(family),
@@ -293,7 +291,7 @@ def _captured(family: str, spelling: Spelling) -> torch.export.ExportedProgram |
 
     module, given = _module(family, spelling), tuple(_traced_with(family).values())
     # As torch.onnx does: sizes may be 1 where the example has more.
-    with _config.patch(backed_size_oblivious=True):
+    with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         try:
             return torch.export.export(module, given, dynamic_shapes=_dynamic(family), strict=False)
         except _FAILURES:
