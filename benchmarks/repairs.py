@@ -140,9 +140,7 @@ def judge_encoder(artifact: Path, exact: Path) -> dict[str, float]:
 
 def minilm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """MiniLM: planned within a budget, and every attention as lolcats with repair."""
-    data, _ = write_texts(folder)
-    for path in data.glob("code*.txt"):
-        path.unlink()
+    data = write_texts(folder)[0] / "wikipedia"
     source = third_party.minilm_l6()
     shared = ("--lengths", str(ENCODER_LENGTH), "--data", data, *_threads(options))
     kernels = ("--kernels", options.kernels)
