@@ -435,6 +435,7 @@ def write_artifact(
         manifest.dump(folder / MANIFEST_NAME)
     with clock.stage("check"):
         check = check_artifact(folder, traced.sample_inputs, traced.sample_outputs)
+    seen = finish(folder) if finish is not None else {}
     return ConversionReport(
         source=manifest.source,
         sites=tuple(asdict(record) for record in records),
@@ -448,7 +449,7 @@ def write_artifact(
             "kernels": kernel_facts(kernels, built, records),
             **(facts or {}),
             **repaired,
-            **(finish(folder) if finish is not None else {}),
+            **seen,
         },
     )
 

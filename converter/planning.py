@@ -244,7 +244,8 @@ def convert_with_budget(
         )
     # From here on, whatever fails, the artifact is there.
     write_reports(output, report)
-    report = replace(report, facts={**report.facts, "probes": planning.probe(output)})
+    facts = {**report.facts, "probes": planning.probe(output)}
+    report = replace(report, facts=facts, peak_rss_bytes=peak_rss_bytes())
     write_reports(output, report)
     if work is None:
         shutil.rmtree(place, ignore_errors=True)
@@ -352,9 +353,10 @@ class _Planning:
             return Refitted({}, {"why": "nothing was replaced"})
         with self._clock.stage("refit"):
             plan = self._plan(chosen.choice)
+            self._teach()
+            self._engine.close()  # the weights need not be there twice
             engine = self._engine.fresh()
             refits = refit_projections(engine, plan, self._data.calibration, self._data.heldout)
-            self._teach()
             feeds = [batch.feeds for batch in self._data.heldout]
             score = self._scorer.score(lambda finish: engine.run(feeds, plan, finish=finish))
         facts: dict[str, Any] = {
@@ -389,13 +391,14 @@ class _Planning:
         Raises:
             BudgetError: it misses the budget.
         """
+        self._teach()
+        self._engine.close()
         artifact = self._open(folder)
 
         def run(finish: Callable[[int, Mapping[str, NDArray[Any]]], None]) -> None:
             for number, batch in enumerate(self._data.heldout):
                 finish(number, artifact.run(batch.feeds))
 
-        self._teach()
         score = self._scorer.score(run)
         if self._metric is not None:
             score = _with_custom(score, self._metric, _artifact_runner(artifact))

@@ -103,6 +103,11 @@ class Engine:
     _attentions: dict[str, _Opened] = field(default_factory=dict)
     _models: dict[tuple[int, str, str], _SiteModel] = field(default_factory=dict)
 
+    def close(self) -> None:
+        """Give back the memory of all sessions; they are opened again when they are needed."""
+        self._pieces.clear()
+        self._attentions.clear()
+
     def fresh(self) -> Engine:
         """One that shares the sessions of attentions, but none that weights may change."""
         return dataclasses.replace(self, weights={}, _pieces={})
