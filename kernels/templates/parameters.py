@@ -31,6 +31,9 @@ class KernelParameters:
     CHOICES: ClassVar[Mapping[str, tuple[int, ...]]] = {"lanes": (8, 16)}
     """What tuning tries."""
 
+    STARTS: ClassVar[tuple[Mapping[str, int], ...]] = ()
+    """What tuning tries first, as changes of the defaults."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -68,6 +71,7 @@ class KernelParameters:
             {name: cls.CHOICES[name] for name in names},
             defaults,
             lambda params: cls._worth_trying(target, params),
+            tuple({**defaults, **start} for start in cls.STARTS if start.keys() <= set(defaults)),
         )
 
     @classmethod
@@ -149,6 +153,15 @@ class TileParameters(KernelParameters):
         "keys": (32, 48, 64, 96, 128, 192, 256),
         "unroll": (1, 2, 4, 8),
     }
+    # Tall tiles of one vector, wide ones of three; more keys per block, fewer queries per task.
+    STARTS: ClassVar[tuple[Mapping[str, int], ...]] = (
+        {"rows": 12, "vectors": 1},
+        {"rows": 4, "vectors": 3},
+        {"rows": 8, "vectors": 2},
+        {"keys": 64, "panels": 4},
+        {"keys": 192},
+        {"keys": 192, "panels": 4, "unroll": 2},
+    )
 
     def _register_tiles(self) -> tuple[tuple[int, int], ...]:
         return ((self.rows, self.vectors),)

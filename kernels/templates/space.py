@@ -18,11 +18,13 @@ class Space:
         choices: name -> values in rising order; names not here stay at their defaults.
         defaults: the values that an untuned kernel has; they need not lie on the grid.
         accepts: whether a whole assignment is worth compiling.
+        starts: tried before random ones: they were the best of some shape on some processor.
     """
 
     choices: Mapping[str, tuple[int, ...]]
     defaults: Params
     accepts: Callable[[Params], bool]
+    starts: tuple[Params, ...] = ()
 
     def __post_init__(self) -> None:
         if set(self.choices) != set(self.defaults):

@@ -27,7 +27,10 @@ Values = tuple[tuple[str, int], ...]
 """Parameters, sorted by name."""
 
 GENERATION = 8
-"""Candidates compiled together: the compiler takes seconds to start."""
+"""Candidates compiled together, at most: the compiler takes seconds to start."""
+
+COMPILE_SHARE = 0.3
+"""Of the time left, spent on compiling a generation: what is compiled must be measured too."""
 
 PARENTS = 4
 """How many of the best are varied."""
@@ -120,13 +123,16 @@ def search(
         seed: of the order; equal seeds and equal outcomes give equal searches.
         known: tried before -> median time over that of the defaults, ``None`` if failed or wrong;
             not tried again unless in ``start``.
-        start: parameters to begin with, such as the best of an earlier search.
+        start: parameters to begin with, such as the best of an earlier search; then come the
+            ``starts`` of the space.
         report: called for every candidate.
     """
     end = time.monotonic() + seconds
     default = values_of(space.defaults)
     state = _State(bench, default, {**(known or {}), default: 1.0}, report)
+    begin = time.monotonic()
     refusal = bench.prepare([space.defaults], seconds)[0]
+    compiling = time.monotonic() - begin
     if refusal:
         return state.nothing(f"the defaults were not compiled: {refusal}")
     left = end - time.monotonic()
@@ -138,12 +144,14 @@ def search(
     rng = random.Random(seed)
     queue = [params for item in start if space.fits(item) and (params := values_of(item))]
     seen = set(state.outcomes) - (set(queue) - {default})
+    known_good = [values_of(item) for item in space.starts if space.fits(item)]
     search_end = end - CONFIRM_SHARE * seconds
     tried = 0
     while tried < trials and time.monotonic() < search_end:
         batch: list[Values] = []
-        for params in itertools.chain(queue, _proposals(space, state.outcomes, rng)):
-            if len(batch) >= min(GENERATION, trials - tried):
+        size = min(generation(search_end - time.monotonic(), compiling), trials - tried)
+        for params in itertools.chain(queue, known_good, _proposals(space, state.outcomes, rng)):
+            if len(batch) >= size:
                 break
             if params not in seen:
                 seen.add(params)
@@ -151,8 +159,15 @@ def search(
         if not batch:
             break
         tried += len(batch)
-        state.measure_all(batch, search_end)
+        compiling = state.measure_all(batch, search_end) / len(batch)
     return state.confirm(end)
+
+
+def generation(seconds: float, compiling: float) -> int:
+    """How many candidates to compile together with ``seconds`` left, at ``compiling`` s each."""
+    if compiling <= 0:
+        return GENERATION
+    return max(1, min(GENERATION, int(COMPILE_SHARE * seconds / compiling)))
 
 
 @dataclass
@@ -179,9 +194,15 @@ class _State:
     def nothing(self, reason: str) -> Found:
         return Found(self.default, trials=self.counts, reason=reason)
 
-    def measure_all(self, batch: Sequence[Values], end: float) -> None:
-        """Compile ``batch``, then measure as many at once as the bench can, until ``end``."""
-        refusals = self.bench.prepare([dict(item) for item in batch], end - time.monotonic())
+    def measure_all(self, batch: Sequence[Values], end: float) -> float:
+        """Compile ``batch``, then measure as many at once as the bench can, until ``end``.
+
+        Returns:
+            Seconds that compiling took.
+        """
+        begin = time.monotonic()
+        refusals = self.bench.prepare([dict(item) for item in batch], end - begin)
+        compiling = time.monotonic() - begin
         good = []
         for params, refusal in zip(batch, refusals, strict=True):
             if not refusal:
@@ -198,11 +219,12 @@ class _State:
             for first in range(0, len(good), lanes):
                 left = end - time.monotonic()
                 if left <= 0:
-                    return
+                    return compiling
                 group, rival = good[first : first + lanes], self.best
                 trials = apply(self._measure, group, itertools.repeat(left))
                 for params, trial in zip(group, trials, strict=True):
                     self._take(params, trial, rival)
+        return compiling
 
     def _measure(self, params: Values, seconds: float) -> Trial:
         return self.bench.measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +95,25 @@ def test_finds_the_best_of_a_bowl() -> None:
     assert dict(found.params) == BEST
     assert found.ratios == pytest.approx((1 / bowl(SPACE.defaults),) * 3)
     assert sum(found.trials.values()) == 60
+
+
+def test_known_good_parameters_come_first() -> None:
+    bench = FakeBench()
+    space = replace(SPACE, starts=({"a": 2, "b": 2, "c": 2}, {"a": 32, "b": 32, "c": 1}, BEST))
+    search(space, bench, trials=2, seconds=1e6, seed="s")
+    # The default is checked before and the best confirmed after; the second does not fit.
+    assert [dict(item) for item in bench.measured[1:3]] == [{"a": 2, "b": 2, "c": 2}, BEST]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "compiling", "size"),
+    [(1000.0, 0.0, 8), (1000.0, 1.0, 8), (100.0, 6.0, 5), (20.0, 30.0, 1)],
+)
+def test_slow_compilers_get_few_candidates_at_once(
+    seconds: float, compiling: float, size: int
+) -> None:
+    """What is compiled must be measured in the time that is left."""
+    assert search_module.generation(seconds, compiling) == size
 
 
 def test_same_seed_same_search() -> None:
