@@ -262,12 +262,6 @@ class ExactSpans:
                         exact.attend(self.keys, p, start, stop - start, self.visible, is_partial)
 
 
-def live_panels(tile: ExactTile, row_count: Expr, first_row: Expr) -> Expr:
-    """How many panels of a task hold rows."""
-    width = tile.panel.width
-    return settle(T.min(blocks_of(row_count - first_row, width), index(tile.panels)))
-
-
 def emit_exact(
     buffers: Buffers,
     key_list: tuple[Expr, Expr] | None,
@@ -298,9 +292,9 @@ def emit_exact(
         keys = KeyList.of(rows.batch, key_list)
         exact_set = exact_set_of(exact_sets, rows)
         first_row = settle(block * tile.queries)
-        live = live_panels(tile, query_len * subset.group, first_row)
-        exact = ExactPanels(tile, rows, scale, softcap, terms, live)
-        spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment(), live)
+        used = settle(query_len * subset.group - first_row)
+        exact = ExactPanels(tile, rows, scale, softcap, terms, used)
+        spans = ExactSpans(tile, rows, keys, exact_set, *rows.alignment(), exact.panels)
         exact.start(first_row)
         spans.find(first_row)
         spans.attend(exact)

@@ -11,7 +11,7 @@ that are sigmoids of scores need neither maximum nor sum: blocks of keys just ad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.script.ir_builder import tirx as T
 
@@ -30,6 +30,8 @@ from subquad.kernels.templates.vectors import (
     exp2,
     index,
     load,
+    quotient,
+    settle,
     sigmoid,
     tanh,
 )
@@ -38,6 +40,21 @@ NO_MAXIMUM = -1e30
 """Running maximum before any key: finite, so that masked scores (-inf) minus it stay -inf."""
 
 NO_TERMS = Terms()
+
+NARROW_ROWS = 12
+"""Rows of a register tile that is one vector wide: enough to hide the latency of additions."""
+
+TAIL = 4
+"""Keys in a register tile where fewer are left than fill one of the usual size."""
+
+CHAIN = 64
+"""Most products that are added one after the other: longer chains lose digits."""
+
+
+def chains(head_dim: int) -> int:
+    """Into how many sums of equal length a dot product is cut; 1 where its size has no divisor."""
+    wanted = -(-head_dim // CHAIN)
+    return next((count for count in range(wanted, 2 * wanted) if head_dim % count == 0), 1)
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,11 @@ class ExactTile:
     def queries(self) -> int:
         """Query rows per task."""
         return self.panel.width * self.panels
+
+    @property
+    def narrow(self) -> ExactTile:
+        """For a panel whose rows fit into its first vector: the same work on that alone."""
+        return replace(self, panel=Panel(self.panel.lanes, 1), rows=NARROW_ROWS)
 
 
 @dataclass(frozen=True)
@@ -92,7 +114,12 @@ class Visible:
 
 
 class ExactPanels:
-    """State of the online softmax for the query rows of one task."""
+    """State of the online softmax for the query rows of one task.
+
+    Args:
+        used: rows that the task has; ``None``: as many as its panels hold. A panel that has no
+            more of them than one vector holds is computed on that vector alone.
+    """
 
     def __init__(
         self,
@@ -101,14 +128,15 @@ class ExactPanels:
         scale: float,
         softcap: float,
         terms: Terms = NO_TERMS,
-        live: Expr | None = None,
+        used: Expr | None = None,
     ) -> None:
-        self.tile, self.heads, self.softcap = tile, heads, softcap
+        self.tile, self.heads, self.softcap, self.used = tile, heads, softcap, used
         # Panels that hold rows: short sequences do not fill a task.
-        self.panels = index(tile.panels) if live is None else live
+        self.panels = index(tile.panels) if used is None else live_panels(tile, used)
         self.query_factor = scale / softcap if softcap else scale * LOG2_E
         width, panels = tile.panel.width, tile.panels
-        key_rows = -(-tile.keys // tile.rows) * tile.rows
+        # The last tail may reach past the last key.
+        key_rows = tile.keys + TAIL
         self.queries = T.alloc_buffer((panels, heads.head_dim, width), "float32")
         self.output = T.alloc_buffer((panels, heads.value_dim, width), "float32")
         self.maximum = T.alloc_buffer((panels, width), "float32")
@@ -126,7 +154,14 @@ class ExactPanels:
         self.clear(first_row)
         with T.serial(self.panels) as p:
             row = first_row + p * panel.width
-            self.heads.pack_queries(self.queries, p, row, panel, self.query_factor)
+            width = index(panel.width)
+            if self.used is not None and panel.vectors > 1:
+                width = settle(T.if_then_else(self._is_narrow(p), index(panel.lanes), width))
+            self.heads.pack_queries(self.queries, p, row, panel, self.query_factor, width)
+
+    def _is_narrow(self, p: Expr) -> Expr:
+        panel = self.tile.panel
+        return self.used - p * panel.width <= panel.lanes
 
     def clear(self, first_row: Expr) -> None:
         """The state before any key; sinks are in it."""
@@ -155,45 +190,86 @@ class ExactPanels:
         Args:
             visible: what to hide where ``is_partial`` holds; ``None``: nothing.
         """
-        self._score(keys, p, start, count)
-        if self.softcap:
-            self._cap(count)
-        self.terms.add(self.scores, keys, p, start, count)
-        if visible is not None:
-            with T.If(is_partial):
-                with T.Then():
-                    self._mask(keys, p, start, count, visible)
-        rescale = None
-        if self.terms.terms.sigmoid:
-            self._squash(count)
-        else:
-            rescale = self._weigh(p, count)
-        self._accumulate(keys, p, start, count, rescale)
 
-    def _score(self, keys: KeyList, p: Expr, start: Expr, count: Expr) -> None:
-        tile = self.tile
-        rows = tile.rows
-        with T.serial(blocks_of(count, rows)) as group:
+        def on(tile: ExactTile) -> None:
+            panel = tile.panel
+            self._score(tile, keys, p, start, count)
+            if self.softcap:
+                self._cap(panel, count)
+            self.terms.add(panel, self.scores, keys, p, start, count)
+            if visible is not None:
+                with T.If(is_partial):
+                    with T.Then():
+                        self._mask(panel, keys, p, start, count, visible)
+            rescale = None
+            if self.terms.terms.sigmoid:
+                self._squash(panel, count)
+            else:
+                rescale = self._weigh(panel, p, count)
+            self._accumulate(tile, keys, p, start, count, rescale)
+
+        if self.used is None or self.tile.panel.vectors == 1:
+            on(self.tile)
+            return
+        with T.If(self._is_narrow(p)):
+            with T.Then():
+                on(self.tile.narrow)
+            with T.Else():
+                on(self.tile)
+
+    def _score(self, tile: ExactTile, keys: KeyList, p: Expr, start: Expr, count: Expr) -> None:
+        rows, tail = tile.rows, min(tile.rows, TAIL)
+        whole = quotient(count, rows)
+        with T.serial(whole) as group:
+            first = settle(group * rows)
+            slots = [keys.slot(start + first + row) for row in range(rows)]
+            self._score_rows(tile, slots, p, first)
+        done = settle(whole * rows)
+        with T.serial(blocks_of(count - done, tail)) as group:
+            first = settle(done + group * tail)
             # The last group reads its last key again; its surplus scores are never used.
-            slots = [keys.slot(start + T.min(group * rows + row, count - 1)) for row in range(rows)]
-            products = RegisterTile.allocate(tile.panel, rows)
-            products.clear()
-            with unrolled(self.heads.head_dim, tile.unroll) as dims:
-                for d in dims:
-                    vectors = tile.panel.load(self.queries, p, d)
-                    products.multiply_add([self.heads.key(slot, d) for slot in slots], vectors)
-            for row in range(rows):
-                tile.panel.store(self.scores, products.get(row), group * rows + row)
+            slots = [keys.slot(start + T.min(first + row, count - 1)) for row in range(tail)]
+            self._score_rows(tile, slots, p, first)
 
-    def _cap(self, count: Expr) -> None:
-        panel = self.tile.panel
+    def _score_rows(self, tile: ExactTile, slots: list[Expr], p: Expr, first: Expr) -> None:
+        """Scores of some keys, stored from ``first`` on."""
+        panel, rows = tile.panel, len(slots)
+        count = chains(self.heads.head_dim)
+        length = self.heads.head_dim // count
+
+        def products(chain: Expr | int) -> RegisterTile:
+            sums = RegisterTile.allocate(panel, rows)
+            sums.clear()
+            with unrolled(length, tile.unroll) as dims:
+                for dim in dims:
+                    d = dim + chain * length
+                    vectors = panel.load(self.queries, p, d)
+                    sums.multiply_add([self.heads.key(slot, d) for slot in slots], vectors)
+            return sums
+
+        if count == 1:
+            sums = products(0)
+            for row in range(rows):
+                panel.store(self.scores, sums.get(row), first + row)
+            return
+        for row in range(rows):
+            panel.store(self.scores, panel.fill(0.0), first + row)
+        with T.serial(index(count)) as chain:
+            sums = products(chain)
+            for row in range(rows):
+                old = panel.load(self.scores, first + row)
+                new = [a + b for a, b in zip(old, sums.get(row), strict=True)]
+                panel.store(self.scores, new, first + row)
+
+    def _cap(self, panel: Panel, count: Expr) -> None:
         with T.serial(count) as j:
             factor = constant(self.softcap * LOG2_E, panel.lanes)
             capped = [tanh(score, panel.lanes) * factor for score in panel.load(self.scores, j)]
             panel.store(self.scores, capped, j)
 
-    def _mask(self, keys: KeyList, p: Expr, start: Expr, count: Expr, visible: Visible) -> None:
-        panel = self.tile.panel
+    def _mask(
+        self, panel: Panel, keys: KeyList, p: Expr, start: Expr, count: Expr, visible: Visible
+    ) -> None:
         lanes = panel.lanes
         hidden = constant(float("-inf"), lanes)
         with T.serial(count) as j:
@@ -205,17 +281,15 @@ class ExactPanels:
             ]
             panel.store(self.scores, masked, j)
 
-    def _squash(self, count: Expr) -> None:
+    def _squash(self, panel: Panel, count: Expr) -> None:
         """Scores to weights, each by itself; a hidden key, at -inf, gets exactly 0."""
-        panel = self.tile.panel
         offset = constant(self.terms.terms.offset * LOG2_E, panel.lanes)
         with T.serial(count) as j:
             weights = [sigmoid(score + offset, panel.lanes) for score in panel.load(self.scores, j)]
             panel.store(self.scores, weights, j)
 
-    def _weigh(self, p: Expr, count: Expr) -> list[Expr]:
+    def _weigh(self, panel: Panel, p: Expr, count: Expr) -> list[Expr]:
         """Scores to weights; returns what the accumulated output must be multiplied by."""
-        panel = self.tile.panel
         lanes = panel.lanes
         old = panel.load(self.maximum, p)
         running = RegisterTile.allocate(panel, 1)
@@ -240,15 +314,15 @@ class ExactPanels:
             if self.expected is not None:
                 self._expect(moments, scores, weights, new)
         if self.expected is not None:
-            self._shift_expected(p, old, new, moments.get(0), rescale)
-        self._merge(self.total, sums.get(0), rescale, p)
+            self._shift_expected(panel, p, old, new, moments.get(0), rescale)
+        _merge(panel, self.total, sums.get(0), rescale, p)
         return rescale
 
     def _expect(
         self, moments: RegisterTile, scores: list[Expr], weights: list[Expr], new: list[Expr]
     ) -> None:
         """Add weight times (score - maximum); a hidden key, at -inf, adds nothing."""
-        least = constant(EXP2_UNDERFLOW, self.tile.panel.lanes)
+        least = constant(EXP2_UNDERFLOW, moments.panel.lanes)
         moments.set(
             0,
             [
@@ -260,11 +334,16 @@ class ExactPanels:
         )
 
     def _shift_expected(
-        self, p: Expr, old: list[Expr], new: list[Expr], moments: list[Expr], rescale: list[Expr]
+        self,
+        panel: Panel,
+        p: Expr,
+        old: list[Expr],
+        new: list[Expr],
+        moments: list[Expr],
+        rescale: list[Expr],
     ) -> None:
         """Move the sums so far to the new maximum: each score is now that much lower."""
         assert self.expected is not None
-        panel = self.tile.panel
         parts = (panel.load(self.expected, p), panel.load(self.total, p))
         shifted = [
             (expected + total * (before - after)) * factor + moment
@@ -274,18 +353,16 @@ class ExactPanels:
         ]
         panel.store(self.expected, shifted, p)
 
-    def _merge(self, buffer: Expr, new: list[Expr], rescale: list[Expr] | None, *at: Expr) -> None:
-        panel = self.tile.panel
-        old = panel.load(buffer, *at)
-        if rescale is not None:
-            old = [a * b for a, b in zip(old, rescale, strict=True)]
-        merged = [a + b for a, b in zip(old, new, strict=True)]
-        panel.store(buffer, merged, *at)
-
     def _accumulate(
-        self, keys: KeyList, p: Expr, start: Expr, count: Expr, rescale: list[Expr] | None
+        self,
+        tile: ExactTile,
+        keys: KeyList,
+        p: Expr,
+        start: Expr,
+        count: Expr,
+        rescale: list[Expr] | None,
     ) -> None:
-        panel = self.tile.panel
+        panel = tile.panel
 
         def value_dims(first: Expr, rows: int) -> None:
             products = RegisterTile.allocate(panel, rows)
@@ -295,9 +372,9 @@ class ExactPanels:
                 scalars = [self.heads.value(slot, first + row) for row in range(rows)]
                 products.multiply_add(scalars, panel.load(self.scores, j))
             for row in range(rows):
-                self._merge(self.output, products.get(row), rescale, p, first + row)
+                _merge(panel, self.output, products.get(row), rescale, p, first + row)
 
-        for_row_groups(self.heads.value_dim, self.tile.rows, value_dims)
+        for_row_groups(self.heads.value_dim, tile.rows, value_dims)
 
     def finish(self, first_row: Expr) -> None:
         """Divide by the sums and write; rows that saw no key become zeros."""
@@ -305,20 +382,30 @@ class ExactPanels:
         panel = tile.panel
         self.terms.write(first_row, self.maximum, self.total, self.expected)
         with T.serial(self.panels) as p:
+            factors = None
             if not self.terms.terms.sigmoid:
-                self._divide(p)
-            heads.write_output(self.output, p, first_row + p * panel.width, panel)
+                inverse = []
+                for total in panel.load(self.total, p):
+                    safe = T.max(total, constant(1e-37, panel.lanes))
+                    inverse.append(bind(constant(1.0, panel.lanes) / safe))
+                panel.store(self.total, inverse, p)
+                factors = self.total
+            heads.write_output(self.output, p, first_row + p * panel.width, panel, factors)
 
-    def _divide(self, p: Expr) -> None:
-        panel = self.tile.panel
-        inverse = []
-        for total in panel.load(self.total, p):
-            safe = T.max(total, constant(1e-37, panel.lanes))
-            inverse.append(bind(constant(1.0, panel.lanes) / safe))
-        with T.serial(index(self.heads.value_dim)) as e:
-            old = panel.load(self.output, p, e)
-            scaled = [a * b for a, b in zip(old, inverse, strict=True)]
-            panel.store(self.output, scaled, p, e)
+
+def _merge(
+    panel: Panel, buffer: Expr, new: list[Expr], rescale: list[Expr] | None, *at: Expr
+) -> None:
+    old = panel.load(buffer, *at)
+    if rescale is not None:
+        old = [a * b for a, b in zip(old, rescale, strict=True)]
+    merged = [a + b for a, b in zip(old, new, strict=True)]
+    panel.store(buffer, merged, *at)
+
+
+def live_panels(tile: ExactTile, used: Expr) -> Expr:
+    """How many panels of a task hold some of its ``used`` rows."""
+    return settle(T.min(blocks_of(used, tile.panel.width), index(tile.panels)))
 
 
 def exact_tile(parameters: TileParameters) -> ExactTile:

@@ -191,29 +191,47 @@ class HeadRows:
         return places, queries[-1] <= last
 
     def pack_queries(
-        self, packed: Expr, p: Expr, first_row: Expr, panel: Panel, factor: float
+        self,
+        packed: Expr,
+        p: Expr,
+        first_row: Expr,
+        panel: Panel,
+        factor: float,
+        width: Expr | None = None,
     ) -> None:
-        """``packed[p, d, lane] = factor * query``; lanes past the last row hold another row."""
+        """``packed[p, d, lane] = factor * query``; lanes past the last row hold another row.
+
+        Args:
+            width: lanes that are packed; ``None``: all.
+        """
         query = self.buffers.query
 
         def vector(place: tuple[Expr, Expr], d: Expr, lanes: int) -> Expr:
             head, row = place
             return load(query, self.batch, head, row, d, lanes=lanes) * constant(factor, lanes)
 
-        with T.serial(index(panel.width // panel.square)) as block:
+        blocks = quotient(index(panel.width) if width is None else width, panel.square)
+        with T.serial(blocks) as block:
             lane = settle(block * panel.square)
             places, _ = self.places(settle(first_row + lane), panel.square)
             transpose(panel.square, self.head_dim, places, vector, packed, (p,), lane)
 
-    def write_output(self, packed: Expr, p: Expr, first_row: Expr, panel: Panel) -> None:
-        """``output = packed[p, e, lane]``, transposed back."""
+    def write_output(
+        self,
+        packed: Expr,
+        p: Expr,
+        first_row: Expr,
+        panel: Panel,
+        factors: Expr | None = None,
+    ) -> None:
+        """``output = packed[p, e, lane]``, transposed back; times ``factors[p, lane]``."""
         square, output = panel.square, self.buffers.output
         with T.serial(index(panel.width // square)) as block:
             lane = settle(block * square)
             places, whole = self.places(settle(first_row + lane), square)
             with T.If(whole):
                 with T.Then():
-                    self._write_square(packed, p, lane, places, square)
+                    self._write_square(packed, p, lane, places, square, factors)
                 with T.Else():
                     with T.serial(index(square)) as i:
                         row = settle(first_row + lane + i)
@@ -222,22 +240,39 @@ class HeadRows:
                             with T.Then():
                                 with T.serial(index(self.value_dim)) as e:
                                     number = packed[p, e, lane + i]
+                                    if factors is not None:
+                                        number = number * factors[p, lane + i]
                                     store_scalar(output, number, self.batch, head, query, e)
 
     def _write_square(
-        self, packed: Expr, p: Expr, lane: Expr, places: Sequence[tuple[Expr, Expr]], square: int
+        self,
+        packed: Expr,
+        p: Expr,
+        lane: Expr,
+        places: Sequence[tuple[Expr, Expr]],
+        square: int,
+        factors: Expr | None,
     ) -> None:
         """Rows that are all there, ``square`` dims of all of them at once."""
         output, whole = self.buffers.output, self.value_dim // square
+
+        def column(e: Expr) -> Expr:
+            numbers = load(packed, p, e, lane, lanes=square)
+            if factors is not None:
+                numbers = numbers * load(factors, p, lane, lanes=square)
+            return bind(numbers)
+
         if whole:
             with T.serial(index(whole)) as step:
                 e = bind(step * square)
-                columns = [bind(load(packed, p, e + i, lane, lanes=square)) for i in range(square)]
+                columns = [column(e + i) for i in range(square)]
                 for (head, query), row in zip(places, transposed(columns), strict=True):
                     store(output, row, self.batch, head, query, e, lanes=square)
         for e in range(whole * square, self.value_dim):
             for i, (head, query) in enumerate(places):
                 number = packed[p, index(e), lane + i]
+                if factors is not None:
+                    number = number * factors[p, lane + i]
                 store_scalar(output, number, self.batch, head, query, index(e))
 
 

@@ -104,14 +104,20 @@ class RowTerms:
         if self.terms.alibi != "none" or self.terms.score_bias or self.terms.sinks:
             self._per_row(first_row, store)
 
-    def add(self, scores: Expr, keys: KeyList, p: Expr, start: Expr, count: Expr) -> None:
-        """Add the biases of keys ``start .. start + count - 1`` to their base-2 scores."""
-        terms, panel = self.terms, self.panel
+    def add(
+        self, panel: Panel, scores: Expr, keys: KeyList, p: Expr, start: Expr, count: Expr
+    ) -> None:
+        """Add the biases of keys ``start .. start + count - 1`` to their base-2 scores.
+
+        Args:
+            panel: the lanes that have rows.
+        """
+        terms = self.terms
         lanes = panel.lanes
         if not terms.has_bias:
             return
         if terms.score_bias:
-            self._pack_biases(keys, p, start, count)
+            self._pack_biases(panel, keys, p, start, count)
         with T.serial(count) as j:
             slot = keys.slot(start + j)
             vectors = panel.load(scores, j)
@@ -137,11 +143,11 @@ class RowTerms:
         difference = bind(difference)
         return T.max(difference, constant(0.0, self.panel.lanes) - difference)
 
-    def _pack_biases(self, keys: KeyList, p: Expr, start: Expr, count: Expr) -> None:
+    def _pack_biases(self, panel: Panel, keys: KeyList, p: Expr, start: Expr, count: Expr) -> None:
         """Transpose: rows of the bias run along the keys, tiles have rows in their lanes."""
         source = self.rows.buffers.extra["score_bias"]
         varies = "k" in self.terms.score_bias
-        with T.serial(index(self.panel.width)) as lane:
+        with T.serial(index(panel.width)) as lane:
             row = [settle(self.bias_rows[p, lane, index(axis)]) for axis in range(3)]
             with T.serial(count) as j:
                 at = keys.slot(start + j) if varies else index(0)
