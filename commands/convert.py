@@ -189,7 +189,7 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     "--kernels",
     type=click.Choice(["none", "cpu"]),
     help="Compiled kernels in the artifact; where they cannot be built, it says so and has ONNX "
-    "functions alone [default: $SUBQUAD_KERNELS, else none].",
+    "functions alone [default: $SUBQUAD_KERNELS, else cpu].",
 )
 @click.option(
     "--require-kernels",

@@ -23,7 +23,7 @@ Examples:
 
 \b
 A shape is OPERATOR:NAME=VALUE,... with the fields of the operator, and batch,
-length and queries. `subquad convert --kernels cpu` uses what was found.
+length and queries. `subquad convert` uses what was found.
 """
 )
 @click.argument("artifact", required=False, type=click.Path(path_type=Path))

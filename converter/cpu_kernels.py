@@ -14,11 +14,11 @@ from subquad.runtime.manifest import SiteRecord
 KernelKind = Literal["none", "cpu"]
 
 KERNELS_VARIABLE = "SUBQUAD_KERNELS"
-DEFAULT_KERNELS: KernelKind = "none"
+DEFAULT_KERNELS: KernelKind = "cpu"
 
 
 def chosen_kernels(asked: str | None) -> KernelKind:
-    """What is asked for, else what ``$SUBQUAD_KERNELS`` says, else none.
+    """What is asked for, else what ``$SUBQUAD_KERNELS`` says, else kernels for this processor.
 
     Raises:
         UsageError: neither ``none`` nor ``cpu``.
