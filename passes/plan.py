@@ -126,6 +126,8 @@ def make_plan(sites: Sequence[AttentionSite], requests: Sequence[Request]) -> li
 def declined_by(method: Method[Any], site: AttentionSite, params: Any) -> Rejection | None:
     """Why a method cannot have this site: its own reason, a bias that only dense adds, or single
     steps that would not be what a whole prefill is."""
+    if method.name != DENSE and site.linear is not None:
+        return Rejection("it is linear in the length already", where=site.name)
     if method.name != DENSE and site.score_function != "softmax":
         return Rejection(
             f"its weights are {site.score_function}s of scores, without a common denominator: only "

@@ -1,7 +1,7 @@
-"""Replace attention subgraphs by ``ai.subquad::Attention`` nodes, each with its proof.
+"""Replace attention subgraphs by nodes of ``ai.subquad``, each with its proof.
 
-1. ``Attention`` nodes, and softmaxes or sigmoids between two products, whose mask is proved:
-   raised.
+1. ``Attention`` nodes, softmaxes or sigmoids between two products, and linear attention, whose
+   mask is proved: raised (the last to ``HybridAttention`` without exact keys).
 2. Anything else that looks like attention: left alone, rejected with a reason.
 
 The raised node computes exactly what the subgraph computed, except that a query that sees no key
@@ -28,6 +28,7 @@ from subquad.passes.recognise.bias import Separated, joint_axes, separate
 from subquad.passes.recognise.cache import cache_of
 from subquad.passes.recognise.candidates import Candidate, node_label
 from subquad.passes.recognise.find import add_twins, find_candidates
+from subquad.passes.recognise.linear import check_linear
 from subquad.passes.recognise.mask import DerivedMask, ScoreShape
 from subquad.passes.recognise.merged import split_merged_heads
 from subquad.passes.recognise.probe import (
@@ -40,11 +41,12 @@ from subquad.passes.recognise.probe import (
     probe_node,
 )
 from subquad.passes.recognise.sigmoid import fold_sigmoid, without_offset
-from subquad.passes.recognise.site import AttentionSite, Proof, SiteCache
+from subquad.passes.recognise.site import AttentionSite, MaskPredicate, Proof, SiteCache
 from subquad.passes.recognise.softmax import fold_softmax
 from subquad.passes.recognise.speller import Twin
 from subquad.passes.recognise.subgraph import Piece
 from subquad.passes.recognise.symbolic import Interpreter, TableInterpreter
+from subquad.passes.site_variant import ExactVariant, linear_variant
 from subquad.runtime.errors import Rejection, UnsupportedModelError
 
 # From here on axes of Squeeze, ReduceMean and the like are inputs, and softmax has one axis.
@@ -84,7 +86,7 @@ class _Proved:
     candidate: Candidate
     shape: ScoreShape
     derived: DerivedMask
-    variant: AttentionVariant
+    variant: ExactVariant
     proof: Proof
     cache: SiteCache | None
 
@@ -139,23 +141,8 @@ class _Raiser:
             candidate, masks=separated.masks, biases=separated.biases, alibi=separated.alibi
         )
         candidate = without_offset(candidate, self._interpreter)
-        sizes = candidate.sizes
-        variant = AttentionVariant(
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            value_dim=sizes.value_dim,
-            scale=candidate.scale,
-            softcap=candidate.softcap,
-            window_left=derived.predicate.window_left,
-            window_right=derived.predicate.window_right,
-            has_key_mask=derived.predicate.key_padding,
-            score_bias=joint_axes(candidate.biases, candidate.score_function),
-            alibi="none" if candidate.alibi is None else candidate.alibi.kind,
-            has_sink_logits=candidate.sinks is not None,
-            score_function=candidate.score_function,
-            score_offset=candidate.score_offset,
-        )
+        check_linear(candidate, derived.predicate)
+        variant = _variant_of(candidate, derived.predicate)
         question = Question(self._model, self._interpreter, candidate, shape, derived)
         probes = probe_node(question, self._raised_piece(candidate, variant, derived))
         proof = Proof(
@@ -216,7 +203,7 @@ class _Raiser:
         return next(v for v in self._model.graph.inputs if v.name == derived.padding_input)
 
     def _raised_piece(
-        self, candidate: Candidate, variant: AttentionVariant, derived: DerivedMask
+        self, candidate: Candidate, variant: ExactVariant, derived: DerivedMask
     ) -> Piece:
         """A model of the raised node alone, fed by role; shared by sites of one kind."""
         operands, broadcast = candidate.operands, candidate.broadcast(self._interpreter)
@@ -313,11 +300,12 @@ class _Raiser:
             output=source_output,
             proof=proved.proof,
             biases=tuple(bias.claim for bias in candidate.biases),
-            alibi=proved.variant.alibi,
+            alibi="none" if candidate.alibi is None else candidate.alibi.kind,
             slopes=() if candidate.alibi is None else candidate.alibi.slopes,
             has_sinks=candidate.sinks is not None,
             score_function=candidate.score_function,
             score_offset=candidate.score_offset,
+            linear=candidate.linear,
             cache=proved.cache,
         )
 
@@ -405,6 +393,27 @@ class _Raiser:
             name = f"{name}#{index}"
         self._names.add(name)
         return name
+
+
+def _variant_of(candidate: Candidate, mask: MaskPredicate) -> ExactVariant:
+    """The operator that computes what was read."""
+    of = candidate.sizes
+    sizes = (of.num_heads, of.num_kv_heads, of.head_dim, of.value_dim)
+    if candidate.linear is not None:
+        return linear_variant(sizes, candidate.scale, mask, candidate.linear)
+    return AttentionVariant(
+        *sizes,
+        scale=candidate.scale,
+        softcap=candidate.softcap,
+        window_left=mask.window_left,
+        window_right=mask.window_right,
+        has_key_mask=mask.key_padding,
+        score_bias=joint_axes(candidate.biases, candidate.score_function),
+        alibi="none" if candidate.alibi is None else candidate.alibi.kind,
+        has_sink_logits=candidate.sinks is not None,
+        score_function=candidate.score_function,
+        score_offset=candidate.score_offset,
+    )
 
 
 def _counts_constants(candidate: Candidate) -> bool:

@@ -29,6 +29,10 @@ def hybrid_body(body: Body, variant: HybridVariant, inputs: Inputs) -> ir.Value:
     if not variant.has_window and not variant.sinks:
         assert linear is not None
         numerator, denominator = linear
+        if variant.normaliser == "none":
+            return body("Mul", numerator, variant.scale)
+        if variant.epsilon:
+            denominator = body("Add", denominator, variant.epsilon)
         return body("Div", numerator, body("Max", denominator, TINY))
     band = Band(
         variant.window_left,

@@ -170,6 +170,8 @@ def _linear_part(variant: HybridVariant, loop: _Loop, parameters: HybridParamete
         skipped_sinks=loop.parts[0].sinks,
         min_tasks=parameters.min_tasks,
         shared=variant.mix == "shared",
+        epsilon=variant.epsilon,
+        factor=variant.scale if variant.normaliser == "none" else None,
     )
 
 

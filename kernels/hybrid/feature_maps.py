@@ -1,7 +1,8 @@
 """Feature maps of the linear part: float64 NumPy and ONNX side by side.
 
 A map is applied to unscaled queries and keys. Its features must not be negative: the shared
-normaliser and the logarithm taken by the ``lse`` mixing rule rely on it. Maps with weights see
+normaliser and the logarithm taken by the ``lse`` mixing rule rely on it. One that is ``is_signed``
+serves linear attention without a normaliser only. Maps with weights see
 ``u = x W + b`` beside ``x``; ``W`` and ``b`` come per head as one tensor
 ``[heads, head_dim + 1, map_dim]`` whose last row is ``b``.
 
@@ -34,6 +35,7 @@ class FeatureMap:
         build_features: the same as ONNX nodes.
         features_per_dim: see ``feature_dim``.
         has_weights: whether ``W`` and ``b`` exist.
+        is_signed: whether features may be negative.
     """
 
     name: str
@@ -42,6 +44,7 @@ class FeatureMap:
     build_features: Callable[[Body, ir.Value], ir.Value]
     features_per_dim: int = 1
     has_weights: bool = False
+    is_signed: bool = False
 
     def feature_dim(self, dims: int) -> int:
         """Number of features over ``map_dim`` or, without weights, ``head_dim``."""
@@ -135,7 +138,22 @@ SOFTMAX_PAIR = FeatureMap(
     has_weights=True,
 )
 
-FEATURE_MAPS: tuple[FeatureMap, ...] = (ELU, HEDGEHOG, SOFTMAX_PAIR)
+RELU = FeatureMap(
+    name="relu",
+    source="max(x, 0): Kasai et al., 2021, T2R, https://arxiv.org/abs/2103.13076, without its maps",
+    features=lambda x: np.maximum(x, 0.0),
+    build_features=lambda body, x: body("Relu", x),
+)
+
+IDENTITY = FeatureMap(
+    name="identity",
+    source="x itself: Sun et al., 2023, RetNet, https://arxiv.org/abs/2307.08621, eq. 5",
+    features=lambda x: x,
+    build_features=lambda body, x: x,
+    is_signed=True,
+)
+
+FEATURE_MAPS: tuple[FeatureMap, ...] = (ELU, HEDGEHOG, SOFTMAX_PAIR, RELU, IDENTITY)
 
 NONE = "none"
 """Value of ``feature_map`` that leaves the linear part empty."""

@@ -82,3 +82,25 @@ def hybrid_attention(
         weights *= gain[:, None, None]
     weights = np.where(exact, weights, similarity)
     return divide_or_zero(weights @ value, weights.sum(axis=-1, keepdims=True))
+
+
+def linear_attention(
+    value: Array,
+    weights: LinearWeights,
+    visible: NDArray[np.bool_],
+    factor: float | None,
+    epsilon: float,
+) -> Array:
+    """``factor * sum r v`` over the keys a query sees, or ``sum r v / (epsilon + sum r)``.
+
+    Args:
+        value: ``[batch, num_kv_heads, kv_len, value_dim]``.
+        visible: ``[batch, query_len, kv_len]``.
+        factor: ``None``: there is a normaliser.
+    """
+    group = weights.query_features.shape[1] // value.shape[1]
+    similarity = np.where(visible[:, None], weights.similarity(group), 0.0)
+    sums: Array = similarity @ np.repeat(value, group, axis=1)
+    if factor is not None:
+        return factor * sums
+    return divide_or_zero(sums, similarity.sum(axis=-1, keepdims=True) + epsilon)

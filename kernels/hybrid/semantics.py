@@ -11,6 +11,11 @@ With E the exact keys of a query and R all other keys it may see, ``s = scale * 
 r = e^s. Either set may be empty. E is the window and the sinks, both inside what the site allows;
 heads may differ in both, and in whether they have a linear part (``head_parts``).
 
+Without exact keys the linear part stands alone, and may have another normaliser or none:
+
+    sum:     out = sum_R r v / (epsilon + sum_R r)
+    none:    out = scale * sum_R r v                  for feature maps that may be negative, too
+
 With decay, ``r`` is multiplied by ``exp(log_decay * distance)``, the distance in positions.
 
 Inputs after the six that all operators share:
@@ -37,7 +42,11 @@ from numpy.typing import NDArray
 from subquad.kernels.body import Body
 from subquad.kernels.hybrid.bodies import hybrid_body, mixed_body
 from subquad.kernels.hybrid.feature_maps import NONE, FeatureMap, get_feature_map
-from subquad.kernels.hybrid.reference import LinearWeights, hybrid_attention
+from subquad.kernels.hybrid.reference import (
+    LinearWeights,
+    hybrid_attention,
+    linear_attention,
+)
 from subquad.kernels.inputs import (
     Heads,
     declare_inputs,
@@ -50,6 +59,7 @@ from subquad.kernels.operator import UNLIMITED, TensorSpec, node_attributes
 from subquad.kernels.visibility import allowed_keys, in_band
 
 MIXES = ("lse", "shared")
+NORMALISERS = ("sum", "none")
 
 
 class HeadPart(NamedTuple):
@@ -81,7 +91,8 @@ class HybridVariant:
     """Hybrid attention with all static choices fixed.
 
     Attributes:
-        scale: multiplies query . key of exact keys; feature maps see unscaled vectors.
+        scale: multiplies query . key of exact keys, and sums without a normaliser; feature maps see
+            unscaled vectors.
         window_left, window_right: the exact window in positions, the query itself not counted;
             both -1: no window.
         sinks: positions ``0 .. sinks-1`` are exact for every query that may see them.
@@ -94,6 +105,7 @@ class HybridVariant:
         has_decay: whether input 8 is present.
         head_parts: a ``HeadPart`` (or its four numbers) per query head; then window, sinks and the
             presence of a linear part are those, not the fields above. Empty: heads do the same.
+        normaliser, epsilon: of a linear part that stands alone, see above.
     """
 
     num_heads: int
@@ -112,6 +124,8 @@ class HybridVariant:
     map_dim: int = 0
     has_decay: bool = False
     head_parts: tuple[tuple[int, int, int, int], ...] = ()
+    normaliser: Literal["sum", "none"] = "sum"
+    epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         _ = self.heads
@@ -133,6 +147,20 @@ class HybridVariant:
         exact = any(part.has_window or part.sinks for part in self.parts)
         if self.mix == "shared" and not (exact and feature_map is not None):
             raise ValueError(f"the shared mix needs exact and linear keys, got {self}")
+        self._check_normaliser(feature_map, exact)
+
+    def _check_normaliser(self, feature_map: FeatureMap | None, exact: bool) -> None:
+        if self.normaliser not in NORMALISERS:
+            raise ValueError(
+                f"unknown normaliser {self.normaliser!r}; known: {', '.join(NORMALISERS)}"
+            )
+        if self.epsilon < 0 or (self.epsilon and self.normaliser == "none"):
+            raise ValueError(f"epsilon must be 0 or more, and belongs to a sum, got {self}")
+        alone = feature_map is not None and not exact and not self.head_parts
+        if (self.epsilon or self.normaliser == "none") and not alone:
+            raise ValueError(f"only a linear part that stands alone has its normaliser, got {self}")
+        if feature_map is not None and feature_map.is_signed and self.normaliser != "none":
+            raise ValueError(f"a sum of features that may be negative is no normaliser, got {self}")
 
     def _check_mixed(self) -> None:
         if len(self.head_parts) != self.num_heads:
@@ -208,6 +236,10 @@ class HybridVariant:
         parts.append(self.feature_map + (str(self.map_dim) if self.map_dim else ""))
         if self.feature_map != NONE:
             parts.append(self.mix)
+        if self.normaliser == "none":
+            parts.append("unnormalised")
+        if self.epsilon:
+            parts.append(f"eps{number_label(self.epsilon)}")
         if self.has_decay:
             parts.append("decay")
         if self.has_key_mask:
@@ -252,6 +284,8 @@ class HybridVariant:
             "feature_map",
             "mix",
             *(("head_parts",) if self.head_parts else ()),
+            *(("normaliser",) if self.normaliser != "sum" else ()),
+            *(("epsilon",) if self.epsilon else ()),
         )
 
     def build_function(self) -> ir.Function:
@@ -298,6 +332,11 @@ class HybridVariant:
             exact = self._exact_keys(part, shape, query_positions, key_positions)
             used = weights if part.linear else None
             remainder = allowed & ~exact
+            if self.normaliser == "none" or self.epsilon:
+                assert weights is not None
+                factor = self.scale if self.normaliser == "none" else None
+                outputs[part] = linear_attention(v, weights, remainder, factor, self.epsilon)
+                continue
             outputs[part] = hybrid_attention(q, k, v, used, allowed & exact, remainder, self.scale)
         heads = [outputs[part][:, head] for head, part in enumerate(self.parts)]
         return np.stack(heads, axis=1)

@@ -319,6 +319,8 @@ def decoding_of(
             return Rejection(f"the decode step knows no {field.name}")
     if variant.mix != "lse":
         return Rejection(f"the decode step knows no mix {variant.mix!r}")
+    if variant.map is not None and variant.map.is_signed:
+        return Rejection("the decode step knows no features that may be negative")
     names = [field.name for field in fields(StateVariant)]
     choices = {name: getattr(variant, name) for name in names}
     return HybridStateVariant(**choices), HybridDecodeVariant(**choices)

@@ -75,6 +75,17 @@ def _elu(u: Columns, dims: int, out: Columns) -> None:
         out.store(d, features)
 
 
+def _relu(u: Columns, dims: int, out: Columns) -> None:
+    zero = constant(0.0, u.panel.lanes)
+    with T.serial(index(dims)) as d:
+        out.store(d, [T.max(x, zero) for x in u.load(d)])
+
+
+def _identity(u: Columns, dims: int, out: Columns) -> None:
+    with T.serial(index(dims)) as d:
+        out.store(d, u.load(d))
+
+
 def _softmax(
     u: Columns, dims: int, out: Columns, signs: tuple[float, ...], first: int, least: float
 ) -> None:
@@ -123,4 +134,6 @@ FEATURE_KERNELS: dict[str, FeatureKernel] = {
     "elu": FeatureKernel(_elu),
     "hedgehog": FeatureKernel(_hedgehog),
     "softmax_pair": FeatureKernel(_softmax_pair),
+    "relu": FeatureKernel(_relu),
+    "identity": FeatureKernel(_identity),
 }

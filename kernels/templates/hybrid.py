@@ -52,6 +52,7 @@ class LinearPart:
         skipped_sinks: positions ``0 .. skipped_sinks - 1`` are not counted.
         min_tasks: with fewer (batch, head) pairs the sequence is cut into segments.
         shared: the ``shared`` mix.
+        epsilon, factor: of a part that stands alone, see ``LinearPanels.normalise``.
     """
 
     tile: LinearTile
@@ -60,6 +61,8 @@ class LinearPart:
     skipped_sinks: int
     min_tasks: int
     shared: bool = False
+    epsilon: float = 0.0
+    factor: float | None = None
 
 
 class _Segments:
@@ -321,7 +324,8 @@ class _Chunks:
                     if self.exact is not None:
                         linear.merge_into(self.exact, p, self._gain(row))
                     else:
-                        linear.normalise(p)
+                        part = self.segments.part
+                        linear.normalise(p, part.epsilon, part.factor)
                         rows.write_output(linear.sums_buffer, p, row, panel)
         if self.exact is not None:
             self.exact.finish(first_row)

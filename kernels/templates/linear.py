@@ -413,14 +413,23 @@ class LinearPanels:
                 kept.append(T.Select(counted, similarity, constant(0.0, lanes)))
             panel.store(self.similarity, kept, j)
 
-    def normalise(self, p: Expr) -> None:
-        """Numerators divided by denominators, in place; zeros where nothing was counted."""
+    def normalise(self, p: Expr, epsilon: float, factor: float | None) -> None:
+        """Numerators divided by denominators, in place; zeros where nothing was counted.
+
+        Args:
+            epsilon: added to the denominators.
+            factor: multiplies the numerators instead; ``None``: does not.
+        """
         panel = self.tile.panel
         dims = self.heads.value_dim
-        inverse = [
-            bind(constant(1.0, panel.lanes) / T.max(total, constant(1e-30, panel.lanes)))
-            for total in panel.load(self.sums_buffer, p, index(dims))
-        ]
+        if factor is not None:
+            inverse = panel.fill(factor)
+        else:
+            least, more = constant(1e-30, panel.lanes), constant(epsilon, panel.lanes)
+            inverse = [
+                bind(constant(1.0, panel.lanes) / T.max(total + more, least))
+                for total in panel.load(self.sums_buffer, p, index(dims))
+            ]
         with T.serial(index(dims)) as e:
             old = panel.load(self.sums_buffer, p, e)
             panel.store(self.sums_buffer, [a * b for a, b in zip(old, inverse, strict=True)], p, e)

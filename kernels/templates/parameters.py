@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from subquad.kernels.kernel import CpuTarget
 from subquad.kernels.templates.space import Params, Space
 
-CPU_FEATURE_MAPS = ("elu", "hedgehog", "softmax_pair")
+CPU_FEATURE_MAPS = ("elu", "hedgehog", "softmax_pair", "relu", "identity")
 """Feature maps that the linear template can compute; code in ``feature_kernels.py``."""
 
 

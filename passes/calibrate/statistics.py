@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from subquad.kernels.hybrid.feature_maps import get_feature_map
 from subquad.kernels.operator import UNLIMITED
-from subquad.passes.recognise.site import AttentionSite
+from subquad.passes.recognise.site import AttentionSite, LinearForm
 
 BLOCK = 64
 SINKS = 4
@@ -130,7 +131,10 @@ class StatisticsCollector:
         if not rows.any():
             return
         grouped = np.repeat(key, heads // key.shape[0], axis=0)
-        scores = site.scale * (query[:, block.start : block.stop][:, rows] @ grouped.swapaxes(1, 2))
+        queries_here = query[:, block.start : block.stop][:, rows]
+        if site.linear is not None:
+            queries_here, grouped = (_features(site.linear, x) for x in (queries_here, grouped))
+        scores = site.scale * (queries_here @ grouped.swapaxes(1, 2))
         if site.softcap:
             scores = site.softcap * np.tanh(scores / site.softcap)
         visible, distance = visible[rows], distance[rows]
@@ -166,8 +170,18 @@ class StatisticsCollector:
         self._sums[name] = total + count * np.asarray(values, np.float64)
 
 
+def _features(form: LinearForm, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    feature_map = get_feature_map(form.feature_map)
+    assert feature_map is not None
+    return feature_map.apply(x).astype(np.float32)
+
+
 def _shares(site: AttentionSite, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Weights of each row that sum up to one; those of a sigmoid, too, are told as shares."""
+    """Weights of each row that sum up to one; sigmoids and products of features, too, are told as
+    shares, the latter by their size."""
+    if site.linear is not None:
+        hidden = np.isneginf(scores)
+        scores = np.where(hidden, -np.inf, np.log(np.maximum(np.abs(scores), 1e-30)))
     if site.score_function == "sigmoid":
         # From the logarithm of a sigmoid: a row of tiny weights has shares like any other.
         scores = -np.logaddexp(0, -(scores + np.float32(site.score_offset)))

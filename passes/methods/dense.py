@@ -2,7 +2,8 @@
 
     out_i = sum_j softmax_j(cap(scale * q_i . k_j)) v_j     over the keys i may see
 
-Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; a site of sigmoids keeps its sigmoids.
+Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; a site of sigmoids keeps its sigmoids,
+and a linear one stays linear.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.methods.base import OneNode, Parameters, Wanted
 from subquad.passes.recognise.site import AttentionSite
+from subquad.passes.site_variant import ExactVariant, exact_variant
 from subquad.runtime.errors import Rejection
 
 
@@ -33,23 +34,8 @@ class DenseMethod(OneNode):
     def supports(self, site: AttentionSite, params: DenseParameters) -> Rejection | None:
         return None
 
-    def lower(self, site: AttentionSite, params: DenseParameters) -> AttentionVariant:
-        return AttentionVariant(
-            num_heads=site.num_heads,
-            num_kv_heads=site.num_kv_heads,
-            head_dim=site.head_dim,
-            value_dim=site.value_dim,
-            scale=site.scale,
-            softcap=site.softcap,
-            window_left=site.mask.window_left,
-            window_right=site.mask.window_right,
-            has_key_mask=site.mask.key_padding,
-            score_bias=site.score_bias,
-            alibi=site.alibi,
-            has_sink_logits=site.has_sinks,
-            score_function=site.score_function,
-            score_offset=site.score_offset,
-        )
+    def lower(self, site: AttentionSite, params: DenseParameters) -> ExactVariant:
+        return exact_variant(site)
 
     def candidates(
         self, site: AttentionSite, statistics: SiteStatistics, wanted: Wanted

@@ -19,7 +19,7 @@ from subquad.passes.recognise.bias import Bias
 from subquad.passes.recognise.layout import Operand, before_repetition
 from subquad.passes.recognise.mask import Mask, ScoreShape
 from subquad.passes.recognise.sinks import Sinks
-from subquad.passes.recognise.site import Form
+from subquad.passes.recognise.site import Form, LinearForm
 from subquad.passes.recognise.symbolic import Interpreter
 
 
@@ -52,6 +52,7 @@ class Candidate:
         alibi: one of them that is linear in the distance.
         sinks: one more logit in the softmax.
         score_function, score_offset: as in ``AttentionVariant``.
+        linear: weights are products of features; ``None``: they are not.
     """
 
     form: Form
@@ -71,6 +72,7 @@ class Candidate:
     sinks: Sinks | None = None
     score_function: ScoreFunction = "softmax"
     score_offset: float = 0.0
+    linear: LinearForm | None = None
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:

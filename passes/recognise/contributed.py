@@ -90,6 +90,16 @@ def _group_query(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTensor:
     return _shaped(node, (*query.shape[:2], constant(heads * dim)), query.dtype)
 
 
+@_handles("LinearAttention")
+def _linear_attention(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTensor:
+    query, value = need(inputs, 0), need(inputs, 2)
+    if number:
+        raise OpaqueError("the state of LinearAttention")
+    heads, kv_heads = (int_attribute(node, name, 1) for name in ("q_num_heads", "kv_num_heads"))
+    width = constant(heads * (as_int(value.shape[2]) // kv_heads))
+    return _shaped(node, (*query.shape[:2], width), query.dtype)
+
+
 @_handles("FusedMatMul")
 def _fused_matmul(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTensor:
     a, b = need(inputs, 0), need(inputs, 1)

@@ -186,17 +186,17 @@ def _peel_scale(value: ir.Value, interpreter: Interpreter) -> tuple[Fraction, ir
         if node is None or node.op_type not in ("Mul", "Div"):
             return scale, value
         left, right = node_input(node, 0), node_input(node, 1)
-        factor = _factor(right, interpreter)
+        factor = uniform_factor(right, interpreter)
         if factor is not None:
             scale, value = (scale / factor if node.op_type == "Div" else scale * factor), left
             continue
-        factor = _factor(left, interpreter) if node.op_type == "Mul" else None
+        factor = uniform_factor(left, interpreter) if node.op_type == "Mul" else None
         if factor is None:
             return scale, value
         scale, value = scale * factor, right
 
 
-def _factor(value: ir.Value, interpreter: Interpreter) -> Fraction | None:
+def uniform_factor(value: ir.Value, interpreter: Interpreter) -> Fraction | None:
     """A finite constant other than zero."""
     number = uniform(value, interpreter)
     if number is None or number == 0 or not math.isfinite(number):

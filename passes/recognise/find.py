@@ -18,6 +18,7 @@ from subquad.passes.recognise.candidates import (
     read_multi_head,
 )
 from subquad.passes.recognise.decomposed import read_softmax
+from subquad.passes.recognise.linear import linear_products, read_linear_operator
 from subquad.passes.recognise.other_forms import named_reason, unnormalised_attention
 from subquad.passes.recognise.sigmoid import read_sigmoid
 from subquad.passes.recognise.spelled_out import needs_twin, twin_of
@@ -60,12 +61,14 @@ def find_candidates(
     spelled = {node for twin in twins.values() if isinstance(twin, Twin) for node in twin.nodes}
     others = list(unnormalised_attention(model.graph))
     sigmoids = {other.sigmoid for other in others if other.sigmoid is not None}
+    linear = {c.anchor: c for c in linear_products(model.graph, interpreter)}
     found: list[Candidate | Rejection] = []
     for node in model.graph:
-        if (not _is_anchor(node) and node not in sigmoids) or node in spelled:
+        known = node in linear or node in sigmoids
+        if (not _is_anchor(node) and not known) or node in spelled:
             continue
         try:
-            candidate = _read(node, interpreter, twins.get(node))
+            candidate = linear.get(node) or _read(node, interpreter, twins.get(node))
             check_operands(candidate, interpreter)
             found.append(candidate)
         except OpaqueError as error:
@@ -87,6 +90,8 @@ def _read(node: ir.Node, interpreter: Interpreter, twin: Twin | OpaqueError | No
     if twin is not None:
         candidate = read_softmax(twin.softmax, interpreter)
         return replace(candidate, anchor=node, form=twin.form)
+    if node.op_type == "LinearAttention":
+        return read_linear_operator(node, interpreter)
     if node.domain == MICROSOFT:
         return read_multi_head(node, interpreter)
     readers = {"Attention": read_attention, "Softmax": read_softmax, "Sigmoid": read_sigmoid}
@@ -98,7 +103,8 @@ def _is_anchor(node: ir.Node) -> bool:
         return True
     if node.domain == MICROSOFT:
         return node.op_type.endswith("Attention")
-    return node.domain in ("", "ai.onnx") and node.op_type in ("Attention", "Softmax")
+    known = ("Attention", "Softmax", "LinearAttention")
+    return node.domain in ("", "ai.onnx") and node.op_type in known
 
 
 def _hidden_anchors(model: ir.Model) -> Iterator[Rejection]:

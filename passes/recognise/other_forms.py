@@ -35,6 +35,12 @@ _REASONS = {
     "PackedMultiHeadAttention": _PACKED,
     "FlexAttention": "computes scores by graphs of its own",
 }
+_RULES = {
+    "gated": ", with a decay for each token, where HybridAttention has one for each head",
+    "delta": ", by the delta rule, which HybridAttention has not",
+    "gated_delta": ", by the delta rule, which HybridAttention has not",
+}
+"""What keeps an update rule of ``LinearAttention`` from being ``HybridAttention``."""
 _DOMAINS = ("", "ai.onnx", "ai.onnx.preview", MICROSOFT)
 
 # What may happen to scores, element by element or along a row, between the two products.
@@ -66,8 +72,13 @@ def named_reason(node: ir.Node) -> str:
     if node.domain not in _DOMAINS or node.op_type not in _REASONS:
         return ""
     rule = node.attributes.get("update_rule")
-    what = node.op_type if rule is None else f"{node.op_type} ({rule.as_string()})"
-    return f"{what} {_REASONS[node.op_type]}: it stays as it is"
+    name = "" if rule is None else rule.as_string()
+    if node.op_type == "LinearAttention":
+        name = name or "gated_delta"
+        if name == "linear":
+            return ""  # read by ``linear``
+    what = f"{node.op_type} ({name})" if name else node.op_type
+    return f"{what} {_REASONS[node.op_type]}{_RULES.get(name, '')}: it stays as it is"
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ class Unnormalised:
 
 def unnormalised_attention(graph: ir.Graph) -> Iterator[Unnormalised]:
     """Attention without a softmax, in order."""
-    computed = _computed_from_inputs(graph)
+    computed = computed_from_inputs(graph)
     for node in graph:
         if node.op_type != "MatMul" or not _multiplies(node, computed):
             continue
@@ -109,7 +120,7 @@ def unnormalised_attention(graph: ir.Graph) -> Iterator[Unnormalised]:
             yield Unnormalised(node, tuple(functions))
 
 
-def _computed_from_inputs(graph: ir.Graph) -> set[ir.Value]:
+def computed_from_inputs(graph: ir.Graph) -> set[ir.Value]:
     """Values whose elements, not only sizes, come from inputs of the graph."""
     computed = {value for value in graph.inputs if value.const_value is None}
     for node in graph:
@@ -139,7 +150,8 @@ def _functions_until_product(scores: ir.Value, computed: set[ir.Value]) -> list[
         node = users[0]
         if node.op_type == "MatMul":
             weighs = node.inputs[0] is value and _multiplies(node, computed)
-            return functions if weighs and functions else None
+            known = any(function.op_type in _FUNCTIONS for function in functions)
+            return functions if weighs and known else None
         if node.domain not in ("", "ai.onnx") or node.op_type not in _ON_SCORES | _FUNCTIONS:
             return None
         if node.op_type in _FUNCTIONS:

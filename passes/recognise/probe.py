@@ -24,7 +24,7 @@ from subquad.passes.recognise.bias import Bias
 from subquad.passes.recognise.candidates import Candidate
 from subquad.passes.recognise.layout import Operand
 from subquad.passes.recognise.mask import HIDDEN_BELOW, DerivedMask, ScoreShape
-from subquad.passes.recognise.site import MaskPredicate
+from subquad.passes.recognise.site import LinearForm, MaskPredicate
 from subquad.passes.recognise.subgraph import Piece, region_between
 from subquad.passes.recognise.symbolic import Interpreter
 
@@ -323,8 +323,8 @@ def probe_node(question: Question, raised: Piece) -> NodeProbes:
     rng = np.random.default_rng(1)
     probes = NodeProbes()
     for point in sample_points(question.shape, predicate, _MAX_NODE_LENGTH):
-        for score_std in _spreads(candidate):
-            arrays = _random_operands(rng, question, point, score_std)
+        for spread in _spreads(candidate):
+            arrays = _random_operands(rng, question, point, spread)
             biases = [_random_bias(rng, question, bias, point) for bias in candidate.biases]
             given = {o.value.name or "": a for o, a in zip(operands, arrays, strict=True)}
             given |= {b.value.name or "": a for b, a in zip(candidate.biases, biases, strict=True)}
@@ -346,13 +346,37 @@ def probe_node(question: Question, raised: Piece) -> NodeProbes:
     return probes
 
 
-def _spreads(candidate: Candidate) -> tuple[float, ...]:
-    """Standard deviations of scores; a softcap shows only on scores of its own size.
+@dataclass(frozen=True)
+class _Spread:
+    """How queries and keys are drawn: normal, around ``mean``."""
+
+    std: float
+    mean: float = 0.0
+
+
+def _spreads(candidate: Candidate) -> tuple[_Spread, ...]:
+    """By the standard deviation of scores; a softcap shows only on scores of its own size.
 
     An offset would leave sigmoids of smaller scores near 0, where ONNX Runtime rounds them to 1e-7.
     """
+    if candidate.linear is not None:
+        return _spreads_of_features(candidate.linear, candidate.sizes.head_dim)
     std = max(_SCORE_STD, abs(candidate.score_offset))
-    return (std, candidate.softcap) if candidate.softcap else (std,)
+    wanted = (std, candidate.softcap) if candidate.softcap else (std,)
+    root = math.sqrt(candidate.sizes.head_dim)
+    return tuple(_Spread((each / (abs(candidate.scale) * root)) ** 0.5) for each in wanted)
+
+
+def _spreads_of_features(form: LinearForm, dims: int) -> tuple[_Spread, ...]:
+    """Of size one; and so small that an epsilon, read or not, shows in their sums.
+
+    A source that computes ``Elu(x) + 1`` rounds its features to 6e-8, so they cannot be smaller.
+    """
+    if form.normaliser == "none":
+        return (_Spread(1.0),)
+    if form.feature_map == "elu":
+        return _Spread(1.0), _Spread(0.3, math.log(0.02))
+    return _Spread(1.0), _Spread(math.sqrt((form.epsilon or 1e-6) / dims))
 
 
 def _seen(
@@ -360,10 +384,14 @@ def _seen(
 ) -> NDArray[np.bool_]:
     """Rows whose results count: those that see a key, or a sink; ``[batch, heads or 1, q]``.
 
-    Sigmoids of hidden keys are zeros in the source, too, so all rows count.
+    Where nothing is divided by what hidden keys leave, the source has zeros, too: all rows count.
     """
     pairs = visible_pairs(question.derived.predicate, point)[:, None]
-    if question.candidate.sinks is not None or question.candidate.score_function == "sigmoid":
+    candidate = question.candidate
+    divided = candidate.linear is None or candidate.linear == LinearForm(
+        candidate.linear.feature_map, "sum"
+    )
+    if candidate.sinks is not None or candidate.score_function == "sigmoid" or not divided:
         return np.ones(pairs.shape[:3], dtype=bool)
     for bias, array in zip(question.candidate.biases, biases, strict=True):
         if question.candidate.mask_axes == 3 and array.ndim == 3:
@@ -438,16 +466,14 @@ def _random_sinks(
 
 
 def _random_operands(
-    rng: np.random.Generator, question: Question, point: ProbePoint, score_std: float
+    rng: np.random.Generator, question: Question, point: ProbePoint, spread: _Spread
 ) -> list[NDArray[np.float32]]:
     """Random query, key and value in the layout of the source."""
     candidate = question.candidate
-    sizes = candidate.sizes
-    std = (score_std / (abs(candidate.scale) * math.sqrt(sizes.head_dim))) ** 0.5
-    spread = (std, std, 1.0)
+    spreads = (spread, spread, _Spread(1.0))
     known: dict[ir.Value, NDArray[np.float32]] = {}
     operands = candidate.operands
-    for operand, scale in zip(operands, spread, strict=True):
+    for operand, drawn in zip(operands, spreads, strict=True):
         if operand.value in known:
             continue  # one value in two roles
         dims = operand.shape(question.interpreter)
@@ -458,7 +484,7 @@ def _random_operands(
             length,
             int(dims[3].constant),
         )
-        array = (rng.standard_normal(shape) * scale).astype(np.float32)
+        array = (rng.standard_normal(shape) * drawn.std + drawn.mean).astype(np.float32)
         known[operand.value] = _as_stored(array, operand)
     return [known[operand.value] for operand in operands]
 

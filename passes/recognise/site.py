@@ -14,6 +14,7 @@ Form: TypeAlias = Literal[
     "MultiHeadAttention",
     "GroupQueryAttention",
     "com.microsoft Attention",
+    "LinearAttention",
     "decomposed",
 ]
 
@@ -88,6 +89,21 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class LinearForm:
+    """Weights that are products of features: fields as in ``HybridVariant``."""
+
+    feature_map: str
+    normaliser: Literal["sum", "none"]
+    epsilon: float = 0.0
+
+    def describe(self) -> str:
+        parts = [f"linear ({self.feature_map})"]
+        if self.normaliser == "none":
+            parts.append("no normaliser")
+        return ", ".join(parts + ([f"epsilon {self.epsilon:g}"] if self.epsilon else []))
+
+
+@dataclass(frozen=True)
 class SiteBias:
     """A term added to the scores, handed to the node as it is.
 
@@ -138,6 +154,7 @@ class AttentionSite:
         has_sinks: the denominator has one more term per head.
         score_function: what makes weights of scores.
         score_offset: added to all scores before a sigmoid.
+        linear: weights are products of features; ``None``: they are not.
         cache: where keys of earlier calls are; ``None``: every call has all keys.
     """
 
@@ -161,6 +178,7 @@ class AttentionSite:
     has_sinks: bool = False
     score_function: ScoreFunction = "softmax"
     score_offset: float = 0.0
+    linear: LinearForm | None = None
     cache: SiteCache | None = None
 
     @property
@@ -180,6 +198,8 @@ class AttentionSite:
         parts = [self.mask.describe()]
         if self.score_function == "sigmoid":
             parts.append("sigmoid")
+        if self.linear is not None:
+            parts.append(self.linear.describe())
         if self.score_offset:
             parts.append(f"offset {self.score_offset:g}")
         parts += dict.fromkeys(bias.kind for bias in self.biases)
@@ -201,5 +221,6 @@ class AttentionSite:
         fields["proof"] = Proof(**raw["proof"])
         fields["slopes"] = tuple(raw.get("slopes", ()))
         fields["biases"] = tuple(SiteBias(**bias) for bias in raw.get("biases", ()))
+        fields["linear"] = LinearForm(**raw["linear"]) if raw.get("linear") else None
         fields["cache"] = SiteCache(**raw["cache"]) if raw.get("cache") else None
         return AttentionSite(**fields)

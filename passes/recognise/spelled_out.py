@@ -62,7 +62,9 @@ def twin_of(node: ir.Node, interpreter: Interpreter, opset: int) -> Twin:
 
 
 def needs_twin(node: ir.Node) -> bool:
-    """Whether an attention operator does more than ``candidates`` reads."""
+    """Whether an attention operator does more than ``candidates`` and ``linear`` read."""
+    if node.op_type == "LinearAttention":
+        return False
     given = {place for place, value in enumerate(node.inputs) if value is not None}
     if node.domain == MICROSOFT:
         plain = node.op_type == "MultiHeadAttention" and given in ({0, 1, 2}, {0, 1, 2, 5})

@@ -121,3 +121,41 @@ def test_hidden_tokens_move_nothing(converted: Converted, kernels: Any) -> None:
 def test_methods_for_softmax_decline(source: Path, tmp_path: Path, method: str) -> None:
     with pytest.raises(ReplacementError, match="sigmoids of scores, without a common denominator"):
         convert(source, tmp_path / "out", force=(method,))
+
+
+LINEAR = """
+  heads = Constant<value_ints=[0, 0, 1, 1]>()
+  kr = Gather<axis=1>(k, heads)
+  vr = Gather<axis=1>(v, heads)
+  unit = Constant<value_float=1.0>()
+  qe = Elu(q)
+  qf = Add(qe, unit)
+  ke = Elu(kr)
+  kf = Add(ke, unit)
+  kt = Transpose<perm=[0, 1, 3, 2]>(kf)
+  s0 = MatMul(qf, kt)
+  seen = Cast<to=1>(mask)
+  ws = Mul(s0, seen)
+  keys = Constant<value_ints=[-1]>()
+  total = ReduceSum<keepdims=1>(ws, keys)
+  epsilon = Constant<value_float=1e-6>()
+  divisor = Add(total, epsilon)
+  shares = Div(ws, divisor)
+  a = MatMul(shares, vr)
+"""
+
+
+def test_linear_attention_is_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    softmax = "  a = Attention<scale=0.7>(q, k, v, mask)\n"
+    monkeypatch.setattr(tiny_onnx, "_TEXT", tiny_onnx._TEXT.replace(softmax, LINEAR))
+    source = tiny_onnx.save_tiny_decoder(tmp_path / "linear.onnx")
+    (site,) = inspect_source(source).sites
+    assert site["site"]["mask_text"] == "causal, key padding, linear (elu), epsilon 1e-06"
+    report = convert(source, tmp_path / "out", kernels="none")
+    assert report.sites[0]["operator"].startswith("HybridAttention:h4kv2d6v6_")
+    result = validate(tmp_path / "out", lengths=(1, LENGTH), rows=3)
+    assert result.metamorphic is not None and result.metamorphic.checks["future"] > 0
+    assert not result.metamorphic.violations
+    assert all(each.relative_l2 is not None and each.relative_l2 < 1e-5 for each in result.sites)
+    with pytest.raises(ReplacementError, match="it is linear in the length already"):
+        convert(source, tmp_path / "forced", force=("elu",))

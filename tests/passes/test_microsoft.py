@@ -361,7 +361,7 @@ def test_twins_that_differ_are_declined_and_removed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("op_type", "reason"),
     [
-        ("LinearAttention", "LinearAttention is linear in the length already"),
+        ("LinearAttention", "LinearAttention (gated_delta) is linear in the length already"),
         ("PackedAttention", "PackedAttention holds a whole batch in one row"),
         ("QAttention", "QAttention computes with quantised integers"),
         ("SparseAttention", "SparseAttention leaves most pairs of tokens out already"),
