@@ -100,7 +100,7 @@ def recall_row(
         beyond: tokens of a window: where there is room, no fact lies within it of the questions.
     """
     for count in range(DISTANCES, 0, -1):
-        groups = [_facts(text, rng, tokenizer, count, place) for place in range(count)]
+        groups = [_facts(text, rng, tokenizer, place) for place in range(count)]
         facts = [fact for group in groups for fact in group]
         asked_for = sum(len(fact.question) for fact in facts)
         room = len(text) - asked_for
@@ -137,13 +137,13 @@ def _arranged(
 
 
 def _facts(
-    text: Ids, rng: np.random.Generator, tokenizer: Tokenizer | None, count: int, place: int
+    text: Ids, rng: np.random.Generator, tokenizer: Tokenizer | None, place: int
 ) -> list[Fact]:
     """One of each kind for ``place``; names do not repeat in a row."""
     facts = [_passage(text, rng)]
     if tokenizer is not None:
-        numbers = ["".join(map(str, rng.integers(0, 10, _DIGITS))) for _ in range(_PAIRS)]
-        facts.append(_needle(tokenizer, _PLACES[place], numbers[0]))
+        numbers = ["".join(map(str, rng.integers(0, 10, _DIGITS))) for _ in range(1 + _PAIRS)]
+        facts.append(_needle(tokenizer, _PLACES[place], numbers.pop()))
         share = len(_KEYS) // DISTANCES
         keys = list(_KEYS[place * share : place * share + _PAIRS])
         facts.append(_pairs(tokenizer, keys, numbers, int(rng.integers(_PAIRS))))
