@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,13 +9,17 @@ from numpy.typing import NDArray
 
 from sites import make_site
 from subquad.passes.calibrate.statistics import BLOCK, SINKS, StatisticsCollector
-from subquad.passes.recognise.site import AttentionSite
+from subquad.passes.recognise.site import AttentionSite, LinearForm
 
 SITES = [
     make_site("causal", heads=(4, 2), right=0),
     make_site("causal_softcap", heads=(2, 2), right=0, softcap=2.5),
     make_site("full", heads=(2, 1)),
     make_site("band", heads=(2, 2), left=30, right=30),
+    replace(
+        make_site("sigmoid", heads=(2, 1), right=0), score_function="sigmoid", score_offset=-2.0
+    ),
+    replace(make_site("linear", heads=(2, 1), right=0), linear=LinearForm("elu", "sum", 1e-6)),
 ]
 
 
@@ -45,9 +50,20 @@ def weights(
                 scores = site.softcap * np.tanh(scores / site.softcap)
             if len(visible):
                 exp = np.exp(scores - scores.max())
+                if site.score_function == "sigmoid":
+                    exp = 1 / (1 + np.exp(-(scores + site.score_offset)))
+                if site.linear is not None:
+                    exp = np.array(
+                        [_elu(query[head, i]) @ _elu(key[head // group, j]) for j in visible]
+                    )
                 table[i, visible] = exp / exp.sum()
         result.append(table)
     return result
+
+
+def _elu(x: NDArray[Any]) -> NDArray[np.float64]:
+    x = x.astype(np.float64)
+    return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
