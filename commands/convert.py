@@ -266,11 +266,10 @@ def convert(
             "--target goes neither with --budget nor with --distil or --calibrate: make a plan "
             "with `subquad plan`, then convert with --plan and --target."
         )
-    if cache and (budget or trains):
+    if cache and trains:
         raise UsageError(
-            "--cache goes neither with --budget nor with --distil or --calibrate: make a plan with "
-            "`subquad plan`, which fits the model with and without a cache, then convert with "
-            "--plan and --cache."
+            "--cache goes neither with --distil nor with --calibrate: training runs the graph "
+            "without a cache."
         )
     shared: dict[str, Any] = {
         "overwrite": overwrite,
@@ -309,6 +308,7 @@ def convert(
                 request,
                 work=work,
                 distil=None if distil is None else _distil_settings(distil, seed),
+                cache=cache,
                 progress=progress,
                 **shared,
             )

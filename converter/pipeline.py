@@ -223,7 +223,7 @@ def inspect_source(
         UsageError, UnsupportedModelError: as ``trace``.
     """
     clock = StageClock(progress)
-    traced, raised = _raised(source, clock, cache=cache)
+    traced, raised = read_source(source, clock, cache=cache)
     return InspectionReport(
         source=_source(traced),
         sites=tuple(asdict(_site_record(a)) for a in make_plan(raised.sites, ())),
@@ -291,7 +291,7 @@ def convert(
         force, sites, plan, strict_causal=strict_causal, allow_declined=allow_declined
     )
     needed = parse_required(require_sites)
-    if cache and _is_encoder_decoder(source):
+    if cache and is_encoder_decoder_folder(source):
         from subquad.converter.pair import convert_pair
 
         if force or plan is not None or allow_declined:
@@ -314,7 +314,7 @@ def convert(
         )
     clock = StageClock(progress)
     with atomic_directory(output, overwrite=overwrite) as folder:
-        traced, raised = _raised(source, clock, cache=cache)
+        traced, raised = read_source(source, clock, cache=cache)
         require_raised(raised, needed)
         with clock.stage("plan"):
             assignments = selection.assignments(raised, traced.source_hash)
@@ -454,9 +454,10 @@ def write_artifact(
     )
 
 
-def _raised(
+def read_source(
     source: Source, clock: StageClock, *, cache: bool = False
 ) -> tuple[TracedModel, RaisedSites]:
+    """Trace and raise; arguments as ``convert``."""
     with clock.stage("trace"):
         traced = trace(source, cache=cache)
     return traced, raise_traced(traced, clock)
@@ -469,7 +470,8 @@ def raise_traced(traced: TracedModel, clock: StageClock) -> RaisedSites:
         return raise_attention(traced.model)
 
 
-def _is_encoder_decoder(source: Source) -> bool:
+def is_encoder_decoder_folder(source: Source) -> bool:
+    """Whether it is a Hugging Face folder with an encoder and a decoder."""
     if not isinstance(source, (str, Path)) or not Path(source).is_dir():
         return False
     from subquad.converter.huggingface import is_encoder_decoder

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from subquad.converter.atomic import atomic_directory
@@ -37,7 +36,14 @@ from subquad.converter.pipeline import (
     ConversionReport,
     Repair,
     StageClock,
+    read_source,
     write_artifact,
+)
+from subquad.converter.planned_cache import (
+    refuse_cached,
+    replace_weights,
+    require_all_planned,
+    whole_sequences,
 )
 from subquad.converter.reports import write_reports
 from subquad.converter.work_folder import WorkFolder, key_of
@@ -107,6 +113,7 @@ class PlanRequest:
         threads: for one operator.
         kernels: whether candidates and plans run with compiled kernels while they are measured.
         artifact_kernels: whether the artifact will have kernels, which then are what is priced.
+        decodes: exclude methods that do not serve single steps behind a cache.
         calibration_tokens, heldout_tokens: how many of each to run, per length.
     """
 
@@ -122,6 +129,7 @@ class PlanRequest:
     threads: int | None = None
     kernels: bool = False
     artifact_kernels: bool = False
+    decodes: bool = False
     calibration_tokens: int = CALIBRATION_TOKENS
     heldout_tokens: int = HELDOUT_TOKENS
 
@@ -192,6 +200,7 @@ def convert_with_budget(
     require_kernels: bool = False,
     distil: DistilSettings | None = None,
     tuning: TuningOptions = DEFAULT_TUNING,
+    cache: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Plan and convert.
@@ -200,7 +209,9 @@ def convert_with_budget(
         source, output, overwrite, require_sites, kernels, require_kernels, tuning: as
             ``convert``.
         request: what to plan for.
-        distil: train the replaced attentions on the calibration inputs.
+        distil: train the replaced attentions on the calibration inputs; not with ``cache``.
+        cache: as ``convert``. The plan is made with whole sequences, for which a model with a cache
+            is the same function, and carried out in the graph that has one.
         work: as ``plan_source``; by default ``OUTPUT.work``, removed when all is done.
 
     Raises:
@@ -209,20 +220,25 @@ def convert_with_budget(
     """
     kind = chosen_kernels(kernels)
     clock = StageClock(progress)
+    if cache:
+        refuse_cached(source, distil)
+        request = replace(request, decodes=True)
     place = work or output.parent / f"{output.name}.work"
     with atomic_directory(output, overwrite=overwrite) as folder:
         planning = _Planning(source, request, WorkFolder(place), require_sites, clock)
         planned = planning.run()
-        traced, raised = reopen(planning.base, planning.manifest)
+        if cache:
+            traced, raised = read_source(source, clock, cache=True)
+        else:
+            traced, raised = reopen(planning.base, planning.manifest)
         assignments = planned.plan.assignments(
             raised.sites,
             source_hash=planning.manifest.source["hash"],
             strict_causal=request.strict_causal,
         )
+        require_all_planned(planned.plan, assignments)
         refit = planning.refit() if request.refit else Refitted({}, {"asked_for": False})
-        for name, values in refit.weights.items():
-            initializer = traced.model.graph.initializers[name]
-            initializer.const_value = ir.tensor(values, name=name)
+        replace_weights(traced.model, refit.weights)
         report = write_artifact(
             folder,
             traced,
@@ -393,15 +409,15 @@ class _Planning:
         """
         self._teach()
         self._engine.close()
-        artifact = self._open(folder)
+        whole = whole_sequences(self._open(folder))
 
         def run(finish: Callable[[int, Mapping[str, NDArray[Any]]], None]) -> None:
             for number, batch in enumerate(self._data.heldout):
-                finish(number, artifact.run(batch.feeds))
+                finish(number, whole(batch.feeds))
 
         score = self._scorer.score(run)
         if self._metric is not None:
-            score = _with_custom(score, self._metric, _artifact_runner(artifact))
+            score = _with_custom(score, self._metric, whole)
         misses = self._budget.misses(score)
         if misses:
             raise BudgetError(
@@ -416,7 +432,7 @@ class _Planning:
         if refused is not None:
             return {"not_applicable": refused.reason}
         with self._clock.stage("probes"):
-            return self._probe(_artifact_runner(self._open(folder)))
+            return self._probe(whole_sequences(self._open(folder)))
 
     def _open(self, folder: Path) -> Artifact:
         return load(folder, threads=self._request.threads, verify=False, config=QUIET_THREADS)
@@ -493,6 +509,7 @@ class _Planning:
             prices=self._prices,
             strict_causal=request.strict_causal,
             methods=request.methods,
+            decodes=request.decodes,
         )
         key = key_of(
             {
@@ -504,6 +521,7 @@ class _Planning:
                 "prices": [self._prices.unit, self._prices.source],
                 "strict_causal": request.strict_causal,
                 "methods": request.methods,
+                "decodes": request.decodes,
                 "kernels": request.kernels,
             }
         )
@@ -629,7 +647,3 @@ def _with_custom(score: Score, metric: Metric, run: Runner) -> Score:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
         raise UsageError(f"The metric must return a number, got {type(value).__name__}.")
     return replace(score, custom=float(value))
-
-
-def _artifact_runner(artifact: Artifact) -> Runner:
-    return lambda inputs: artifact.run(inputs)

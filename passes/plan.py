@@ -123,9 +123,11 @@ def make_plan(sites: Sequence[AttentionSite], requests: Sequence[Request]) -> li
     return [plan[site.index] for site in sites]
 
 
-def declined_by(method: Method[Any], site: AttentionSite, params: Any) -> Rejection | None:
+def declined_by(
+    method: Method[Any], site: AttentionSite, params: Any, *, decodes: bool = False
+) -> Rejection | None:
     """Why a method cannot have this site: its own reason, a bias that only dense adds, or single
-    steps that would not be what a whole prefill is."""
+    steps that would not be what a whole prefill is; ``decodes``: the site will have a cache."""
     if method.name != DENSE and site.linear is not None:
         return Rejection("it is linear in the length already", where=site.name)
     if method.name != DENSE and site.score_function != "softmax":
@@ -139,7 +141,7 @@ def declined_by(method: Method[Any], site: AttentionSite, params: Any) -> Reject
             f"scores have more than a mask ({site.describe()}): only exact attention keeps it",
             where=site.name,
         )
-    if site.cache is not None and method.piece_granularity(params) != 1:
+    if (decodes or site.cache is not None) and method.piece_granularity(params) != 1:
         return Rejection(
             "the site is decoded step by step, and pieces of a sequence give this method other "
             "results than the whole",

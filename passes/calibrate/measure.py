@@ -61,6 +61,7 @@ class Question:
         prices: see there.
         strict_causal: only methods that are causal to the token.
         methods: names of the methods to try; empty = all.
+        decodes: only methods that serve single steps behind a cache.
     """
 
     manifest: Manifest
@@ -69,6 +70,7 @@ class Question:
     prices: Prices
     strict_causal: bool = False
     methods: tuple[str, ...] = ()
+    decodes: bool = False
 
 
 def measure_sites(
@@ -258,7 +260,7 @@ class _Site:
         for params in ladder:
             text = method_text(method, params)
             granularity = method.causal_granularity(params)
-            refused = declined_by(method, self._site, params)
+            refused = declined_by(method, self._site, params, decodes=self._question.decodes)
             if self._question.strict_causal and granularity != 1:
                 refused = Rejection(f"causal only in blocks of {granularity} tokens")
             if refused is not None:
