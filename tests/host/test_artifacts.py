@@ -197,7 +197,9 @@ def test_library_that_does_not_load_is_an_error(copied: Path) -> None:
 
 def test_library_must_be_a_file_of_the_manifest(copied: Path) -> None:
     raw = json.loads((copied / "manifest.json").read_text())
-    del raw["files"][LIBRARY]
+    # Also the one for AVX-512, where this machine has it.
+    for library in Manifest.read(copied).kernels:
+        del raw["files"][library.path]
     (copied / "manifest.json").write_text(json.dumps(raw))
     with pytest.raises(IntegrityError, match="no file of the manifest"):
         subquad.load(copied)

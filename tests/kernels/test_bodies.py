@@ -98,7 +98,7 @@ def test_overloads_are_unique_identifiers() -> None:
         {"window_left": 4, "window_right": 4, "allowed_right": 0},
         {"feature_map": "none"},
         {"feature_map": "elu", "allowed_left": 9, "allowed_right": 0},
-        {"feature_map": "relu"},
+        {"feature_map": "softplus"},
         {"feature_map": "elu", "mix": "sum"},
         {"feature_map": "elu", "sinks": -1},
         {"feature_map": "elu", "num_heads": 3},
