@@ -260,13 +260,21 @@ def _padding_test(
     """Which values of the padding input mark real keys.
 
     Values for which the mask is no mask (``(1 - x) * -1e4`` at 2) say that only 0 and 1 occur.
+    Not so a float that multiplies weights, which may be the weight of a key.
     """
     if entry.dtype == "bool":
         return "nonzero"
     others = [atom for term, _ in parts for atom in atoms(term) if atom != entry]
     rows = _assignments(list(dict.fromkeys(others)))
+    factors = [part for part in parts if part[1] == "factor" and "float" in entry.dtype]
     matching = list(_PADDING_TESTS)
     for number, row in itertools.product(_other_values(parts), rows):
+        try:
+            _visible(factors, {**row, entry: number})
+        except OpaqueError:
+            raise OpaqueError(
+                f"the float {entry} multiplies weights, and nothing says that it is 0 or 1"
+            ) from None
         try:
             visible = _visible(parts, {**row, entry: number})
         except OpaqueError:

@@ -47,6 +47,19 @@ def model_of(
     return g.model([g("Identity", g("MatMul", weights, v))])
 
 
+def weighted_by(dtype: int, test: Step = nothing) -> ir.Model:
+    """An input ``[batch, length]`` of ``dtype`` multiplies the weights, after ``test``."""
+    g = Graph()
+    q = g.input("q", FLOAT, [B, HEADS, N, DIM])
+    k = g.input("k", FLOAT, [B, HEADS, N, DIM])
+    v = g.input("v", FLOAT, [B, HEADS, N, VALUE_DIM])
+    g.input("weights", dtype, [B, N])
+    scores = g("Mul", g("MatMul", q, g("Transpose", k, perm=[0, 1, 3, 2])), SCALE)
+    factor = g("Cast", g("Unsqueeze", test(g, "weights"), [1, 2]), to=FLOAT)
+    weights = g("Mul", g("Sigmoid", scores), factor)
+    return g.model([g("Identity", g("MatMul", weights, v))])
+
+
 def feeds(length: int, kv_heads: int = HEADS, batch: int = 4) -> dict[str, NDArray[Any]]:
     """Row 0 is all real, row 3 all padding, the others have holes or padding in front."""
     rng = np.random.default_rng(length)
@@ -324,6 +337,31 @@ def test_near_misses(name: str) -> None:
     assert reason in result.rejections[0].reason
     given = feeds(9)
     assert np.array_equal(Runner(copy)(given)[0], Runner(model)(given)[0])
+
+
+def test_a_float_that_multiplies_weights_is_no_mask() -> None:
+    """Any number may be fed; integers are masks, as of tokenizers, and so is what is compared."""
+    model = weighted_by(FLOAT)
+    copy, result = raised(model)
+    assert not result.sites and "nothing says that it is 0 or 1" in result.rejections[0].reason
+    given = feeds(9)
+    weights = np.random.default_rng(0).random((4, 9)).astype(np.float32)
+    given = {**given, "weights": weights}
+    assert np.array_equal(Runner(copy)(given)[0], Runner(model)(given)[0])
+    for mask in (weighted_by(INT64), weighted_by(FLOAT, lambda g, x: g("Greater", x, 0.0))):
+        assert only_site(raised(mask)[1]).mask.key_padding
+
+
+def test_a_float_that_is_added_is_a_mask_beside_a_factor() -> None:
+    """``(1 - x) * -1e4``, as exporters write it, under a causal factor."""
+    g = Graph()
+    q, k, v = (g.input(name, FLOAT, [B, HEADS, N, DIM]) for name in "qkv")
+    g.input("padding", FLOAT, [B, N])
+    scores = g("Mul", g("MatMul", q, g("Transpose", k, perm=[0, 1, 3, 2])), SCALE)
+    hidden = g("Mul", g("Sub", 1.0, g("Unsqueeze", "padding", [1, 2])), -10000.0)
+    weights = g("Mul", g("Sigmoid", g("Add", scores, hidden)), g("Cast", causal(g), to=FLOAT))
+    _, result = raised(g.model([g("Identity", g("MatMul", weights, v))]))
+    assert only_site(result).mask.describe() == "causal, key padding"
 
 
 @pytest.mark.parametrize("what", ["offset", "scale", "function", "mask"])
