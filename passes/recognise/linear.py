@@ -164,7 +164,7 @@ def _follow(product: ir.Node, computed: set[ir.Value], interpreter: Interpreter)
                 return None
             found.total = totals[0]
             users.remove(totals[0])
-        if len(users) != 1:
+        if len(users) != 1 or users[0].graph is not product.graph:
             return None
         node = users[0]
         others = [v for v in node.inputs if v is not value and v is not None]
@@ -208,7 +208,8 @@ def _take(
 
 def _only_user(value: ir.Value) -> ir.Node | None:
     users = list(dict.fromkeys(u.node for u in value.uses()))
-    return users[0] if len(users) == 1 and not value.is_graph_output() else None
+    alone = len(users) == 1 and not value.is_graph_output()
+    return users[0] if alone and users[0].graph is value.graph else None
 
 
 def _epsilon(

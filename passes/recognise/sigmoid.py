@@ -71,6 +71,8 @@ def _to_values(sigmoid: ir.Node, interpreter: Interpreter) -> tuple[list[Mask], 
         if len(users) != 1:
             raise OpaqueError("the attention weights are used in several places")
         node = users[0]
+        if node.graph is not sigmoid.graph:
+            raise OpaqueError("the attention weights go into a subgraph (If, Loop or Scan)")
         others = [v for v in node.inputs if v is not weights and v is not None]
         if node.op_type == "Mul" and len(others) == 1:
             masks.append((others[0], "factor"))

@@ -552,6 +552,33 @@ def test_attention_in_a_branch_is_reported() -> None:
     assert q == "q"
 
 
+@pytest.mark.parametrize("function", ["Softmax", "Sigmoid", "Identity", "divided"])
+def test_weights_that_go_into_a_branch_are_left_alone(function: str) -> None:
+    """The product with values, or the division behind it, is inside an If."""
+    g = Graph()
+    q, k, v = (g.input(x, FLOAT, [B, H, N, D]) for x in "qkv")
+    condition = g.input("condition", BOOL, [])
+    if function == "divided":
+        q, k = g("Relu", q), g("Relu", k)
+    scores = g("MatMul", q, g("Transpose", k, perm=[0, 1, 3, 2]))
+    if function == "divided":
+        inner = ("Div", [g("MatMul", scores, v), g("ReduceSum", scores, [-1], keepdims=1)])
+    else:
+        inner = ("MatMul", [g(function, scores), v])
+    branches = [
+        helper.make_graph(
+            [helper.make_node(op, inputs, [f"y{number}"])],
+            f"branch{number}",
+            [],
+            [helper.make_tensor_value_info(f"y{number}", FLOAT, None)],
+        )
+        for number, (op, inputs) in enumerate((inner, ("Identity", [v])))
+    ]
+    y = g("If", condition, then_branch=branches[0], else_branch=branches[1])
+    _, result = raised(g.model([g("Identity", y)]))
+    assert not result.sites
+
+
 def test_old_opset_is_an_error() -> None:
     g = Graph()
     x = g.input("x", FLOAT, [B, N])
