@@ -33,9 +33,10 @@ def document_groups(paths: Sequence[Path]) -> tuple[list[DocumentGroup], list[st
     """The groups of ``paths``, and what a reader must know of them.
 
     Raises:
-        UsageError: no such file or folder, or a folder without files.
+        UsageError: no such file or folder, a folder without files, or a file in two groups.
     """
     found = [group for path in dict.fromkeys(paths) for group in _groups(path)]
+    _check_disjoint(found)
     if len(found) <= MOST_GROUPS:
         names = [path.name for path, _ in found]
         groups = [
@@ -47,8 +48,21 @@ def document_groups(paths: Sequence[Path]) -> tuple[list[DocumentGroup], list[st
         f"{len(found)} kinds of documents (each --data, and each subfolder of one, is a kind) are "
         f"judged as one: at most {MOST_GROUPS} are told apart"
     )
-    every = tuple(dict.fromkeys(file for _, files in found for file in files))
+    every = tuple(file for _, files in found for file in files)
     return [DocumentGroup("all", every)], [note]
+
+
+def _check_disjoint(found: Sequence[tuple[Path, tuple[Path, ...]]]) -> None:
+    """Groups are split each for itself: a file in two could be measured on and judged by."""
+    seen: set[Path] = set()
+    for _, files in found:
+        for file in files:
+            if file.resolve() in seen:
+                raise UsageError(
+                    f"Data {file} are given twice, alone or within a folder: documents that are "
+                    "measured on must not be held out. Give every file once."
+                )
+            seen.add(file.resolve())
 
 
 def _groups(path: Path) -> Iterator[tuple[Path, tuple[Path, ...]]]:

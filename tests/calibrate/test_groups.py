@@ -17,6 +17,7 @@ from subquad.passes.calibrate.groups import MOST_GROUPS, document_groups
 from subquad.passes.calibrate.score import Figures, Score, Scorer
 from subquad.passes.planner import PlanBudget
 from subquad.runtime.budget import Budget
+from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import Manifest
 from subquad.runtime.samples import Batch
 
@@ -50,6 +51,14 @@ def test_every_path_given_is_a_kind(tmp_path: Path) -> None:
     assert named(tmp_path / "a", second) == {"a": ["t.txt"], "t.txt": ["t.txt"]}
     assert list(named(first, second)) == [str(first), str(second)], "names that repeat"
     assert list(named(first, first)) == ["t.txt"]
+
+
+def test_a_file_in_two_kinds_is_an_error(tmp_path: Path) -> None:
+    """Each is split for itself: what one holds out, the other would be measured on."""
+    folder = write(tmp_path / "texts", "code/a.py", "code/b.py", "wiki/w.txt")
+    for again in (folder / "code", folder / "code" / "b.py"):
+        with pytest.raises(UsageError, match=r"\.py are given twice.*Give every file once"):
+            document_groups([folder, again])
 
 
 def test_many_kinds_are_one_and_that_is_said(tmp_path: Path) -> None:
