@@ -493,7 +493,7 @@ def _distil_settings(text: str, seed: int) -> Any:
 
 def _plan_request(**options: Any) -> Any:
     load_pipeline()  # says which extra is missing
-    from subquad.converter.planning import PlanRequest
+    from subquad.converter.plan_request import PlanRequest
 
     given = {key: value for key, value in options.items() if value is not None}
     return PlanRequest(**given)

@@ -13,7 +13,8 @@ import pytest
 
 import exact_folder
 from subquad.converter.html_report import html_report
-from subquad.converter.planning import PlanRequest, convert_with_budget
+from subquad.converter.plan_request import PlanRequest
+from subquad.converter.planning import convert_with_budget
 from subquad.converter.reports import PAGE_NAME, REPORT_NAME
 
 REQUEST = PlanRequest(

@@ -18,7 +18,8 @@ import pytest
 import exact_folder
 from subquad.converter.budget_texts import parse_budget
 from subquad.converter.pipeline import convert
-from subquad.converter.planning import PlanRequest, convert_with_budget, plan_source
+from subquad.converter.plan_request import PlanRequest
+from subquad.converter.planning import convert_with_budget, plan_source
 from subquad.passes.calibrate.score import Scorer
 from subquad.passes.methods import lolcats
 from subquad.runtime.errors import BudgetError, UsageError

@@ -13,7 +13,8 @@ import exact_folder
 import subquad
 from subquad.converter import reports
 from subquad.converter.pipeline import convert
-from subquad.converter.planning import PlanRequest, convert_with_budget
+from subquad.converter.plan_request import PlanRequest
+from subquad.converter.planning import convert_with_budget
 from subquad.converter.reports import PAGE_NAME, REPORT_NAME
 from subquad.runtime import probes
 from subquad.runtime.errors import OutputError

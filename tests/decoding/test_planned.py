@@ -12,8 +12,9 @@ import pytest
 import subquad
 import tiny_decoders
 from sites import make_site
+from subquad.converter.plan_request import PlanRequest
 from subquad.converter.planned_cache import replace_weights, require_all_planned
-from subquad.converter.planning import PlanRequest, convert_with_budget
+from subquad.converter.planning import convert_with_budget
 from subquad.passes.methods import parse_method
 from subquad.passes.plan import declined_by
 from subquad.passes.plan_file import PlanFile, SitePlan
