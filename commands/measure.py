@@ -40,7 +40,7 @@ lines, or .npz with one array per input. Without data, inputs are made up.
     "--budget",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Limit on kl, ppl, top1, cosine or rel; repeat or separate by commas.",
+    help="Limit on kl, ppl, top1, cosine, rel or recall; repeat or separate by commas.",
 )
 @click.option(
     "--metamorphic/--no-metamorphic",

@@ -143,8 +143,8 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
             "--budget",
             multiple=True,
             metavar="NAME=VALUE",
-            help="Limit to keep on held-out data: ppl=1%, kl=0.02, top1, cosine, rel, or "
-            "metric=module:function,drop=0.5; repeat or separate by commas.",
+            help="Limit to keep on held-out data: ppl=1%, kl=0.02, recall=95%, top1, cosine, "
+            "rel, or metric=module:function,drop=0.5; repeat or separate by commas.",
         ),
         click.option(
             "--minimize",

@@ -4,6 +4,7 @@
 |---|---|---|
 | base | source -> exact artifact | ``base-*/`` |
 | data | files -> calibration and held-out inputs | |
+| recall | if it is limited: held-out texts -> what the exact model finds in them | ``recall/`` |
 | measure | each attention -> errors and prices of its candidates | ``sites-*/`` |
 | search | plans -> what each does to held-out outputs | ``runs/`` |
 | branches | hybrids of the plan -> what each of their branches does | ``branches/`` |
@@ -46,6 +47,7 @@ from subquad.converter.planned_cache import (
     require_all_planned,
     whole_sequences,
 )
+from subquad.converter.recall_limit import RecallJudge, far_sighted, recall_test
 from subquad.converter.reports import write_reports
 from subquad.converter.work_folder import WorkFolder, key_of
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
@@ -76,6 +78,7 @@ from subquad.runtime.probes import (
     spelling_tokenizer,
     token_ids,
 )
+from subquad.runtime.recall_budget import RecallTest
 from subquad.runtime.samples import Batch
 from subquad.runtime.session import QUIET_THREADS
 
@@ -250,12 +253,15 @@ class _Planning:
         )
         split = load_split(self.base, MODEL_NAME, self._sites)
         self._engine = Engine(split, self.base, threads=request.threads, kernels=request.kernels)
+        self._budget = PlanBudget(self._limits)
+        # Before anything that takes long: a limit that cannot be judged is refused.
+        self._test = None if self._budget.recall is None else self._recall_test()
         with clock.stage("measure"):
             measured = self._measure(probes)
         with clock.stage("search"):
-            self._budget = PlanBudget(self._limits)
             self._budget = PlanBudget(self._limits, self._drop, self._custom_base())
-            found = search(measured, self._budget, self._judge)
+            seeing = None if self._test is None else far_sighted(self._sites, measured)
+            found = search(measured, self._budget, self._judge, far_sighted=seeing)
         with clock.stage("branches"):
             found, branches = self._without_idle_branches(measured, found)
             self._chosen = found.chosen
@@ -277,7 +283,7 @@ class _Planning:
                         "digest": self._data.digest,
                         "synthetic": self._data.synthetic,
                         "groups": list(self._data.groups) if self._data.groups != ("",) else [],
-                        "notes": list(self._data.notes),
+                        "notes": [*self._data.notes, *(self._test.notes if self._test else ())],
                         "measured_lengths": list(self._data.lengths),
                     },
                 },
@@ -315,8 +321,11 @@ class _Planning:
             ],
             "measured": score.to_json(),
         }
+        if score.damage < chosen.score.damage and self._metric is None:
+            score = self._recall.judge(score, self._engine_runner(plan, engine))
+            facts["measured"] = score.to_json()
         worse = score.damage >= chosen.score.damage
-        if worse or self._limits_missed(score) or self._metric is not None:
+        if worse or self._metric is not None or self._limits_missed(score):
             why = (
                 "the user's metric judged the plan without it"
                 if self._metric is not None
@@ -346,6 +355,7 @@ class _Planning:
         score = self._scorer.score(run)
         if self._metric is not None:
             score = _with_custom(score, self._metric, whole)
+        score = self._recall.judge(score, whole)
         misses = self._budget.misses(score)
         if misses:
             raise BudgetError(
@@ -384,13 +394,16 @@ class _Planning:
         said = greedy(self.manifest, exact, model, prompt, GREEDY_TOKENS)
         return {**recall_facts(points), "greedy": said}
 
-    def _engine_runner(self, plan: Mapping[int, Assignment]) -> Runner:
+    def _engine_runner(
+        self, plan: Mapping[int, Assignment], engine: Engine | None = None
+    ) -> Runner:
         """The model with ``plan``, as a function of its inputs."""
+        runs = engine or self._engine
 
         def run(inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
             found: dict[str, NDArray[Any]] = {}
             checked = check_inputs(self.manifest.inputs, inputs)
-            self._engine.run([checked], plan, finish=lambda number, out: found.update(out))
+            runs.run([checked], plan, finish=lambda number, out: found.update(out))
             return found
 
         return run
@@ -495,6 +508,10 @@ class _Planning:
             score = self._scorer.exact()
         if self._metric is not None:
             score = _with_custom(score, self._metric, self._engine_runner(plan))
+        if choice:
+            score = self._recall.judge(score, self._engine_runner(plan))
+        else:
+            score = self._recall.exact(score)
         self._work.save(name, score.to_json())
         self._show(f"tried a plan of {len(choice)} replacements", None)
         return score
@@ -551,6 +568,26 @@ class _Planning:
         found = ablate(self._plan(choice), run)
         self._work.save(name, {str(rank): seen.to_json() for rank, seen in found.items()})
         return found
+
+    @property
+    def _recall(self) -> RecallJudge:
+        return RecallJudge(self._budget, self._test)
+
+    def _recall_test(self) -> RecallTest:
+        with self._clock.stage("recall"):
+            return recall_test(
+                self.manifest,
+                self.base,
+                self._data.heldout,
+                self._engine_runner({}),
+                self._work,
+                seed=self._request.seed,
+                known_by={
+                    "model": content_hash(self.manifest),
+                    "data": self._data.digest,
+                    "kernels": self._request.kernels,
+                },
+            )
 
     def _custom_base(self) -> float | None:
         return self._judge({}).custom if self._metric is not None else None

@@ -5,8 +5,10 @@
    all hulls form one path from the exact model to the cheapest one.
 2. The last point of the path that keeps the budget is found by interpolation and bisection. Every
    point is judged by a run of the whole replaced model on held-out inputs, not by predictions.
-3. From there, edges that the path had further on are tried one by one, and kept where the budget
-   still holds.
+3. Where recall is what ends that, the same once more with candidates only that read distant keys
+   one by one: damage, a mean over all tokens, does not see what few of them need from far away.
+4. From the cheaper of the two, edges that the path had further on are tried one by one, and kept
+   where the budget still holds.
 
 A limit counts as kept if it is kept with one standard error to spare, where one is known, on all
 held-out inputs together and on every kind of document. The run of a plan that clearly misses one of
@@ -24,7 +26,7 @@ from subquad.passes.calibrate.score import Figures, Score
 from subquad.runtime.budget import AT_LEAST, Budget
 
 REFINEMENTS = 6
-"""Runs of the third step."""
+"""Runs of the last step, on each path."""
 
 SPARE = 1.0
 """Standard errors with which a limit must be kept."""
@@ -58,7 +60,9 @@ class PlanBudget:
         if self.limits is not None:
             for name, figures in _parts(score).items():
                 where = f" on {name}" if name else ""
-                found = self.limits.violations(figures.shifted(SPARE))
+                asked = figures.metrics.get("recall") is not None
+                limits = self.limits if asked else self.limits.without("recall")
+                found = limits.violations(figures.shifted(SPARE))
                 sentences += [f"{sentence}{where}" for sentence in found]
         if self.drop is not None:
             assert self.base is not None
@@ -67,7 +71,19 @@ class PlanBudget:
                 sentences.append(
                     f"the metric is {value}, more than {self.drop:g} below {self.base:g}"
                 )
+        if not sentences and self.recall is not None and score.metrics.get("recall") is None:
+            sentences.append("recall was not measured")
         return sentences
+
+    @property
+    def recall(self) -> float | None:
+        """The limit on recall, which is judged on all kinds of documents together."""
+        return None if self.limits is None else self.limits.limits.get("recall")
+
+    @property
+    def rest(self) -> PlanBudget:
+        """Without recall, which is measured only where all else is kept."""
+        return self if self.limits is None else replace(self, limits=self.limits.without("recall"))
 
     def is_hopeless(self, score: Score) -> bool:
         """Whether a limit is missed by more than chance explains, on some of the inputs.
@@ -168,13 +184,36 @@ def search(
     budget: PlanBudget,
     judge: Judge,
     *,
+    far_sighted: Sequence[SiteMeasurement] | None = None,
     refinements: int = REFINEMENTS,
 ) -> SearchResult:
-    """Find the plan; ``judge`` runs one."""
+    """Find the plan; ``judge`` runs one.
+
+    Args:
+        sites: with all candidates.
+        budget: what to keep.
+        judge: runs a plan.
+        far_sighted: ``sites`` with those candidates only that read distant keys one by one. Where
+            recall is what stops the first path, theirs is searched as well.
+        refinements: runs of the last step on each path.
+    """
     run = _Search(sites, budget, judge)
-    run.bisect()
-    run.refine(refinements)
+    ahead = [run.bisect(path_of(sites))]
+    if far_sighted is not None and run.recall_is_missed:
+        before = run.best
+        beyond = run.bisect(path_of(far_sighted))
+        if run.best is not before:
+            ahead = [beyond, path_of(sites)]
+    for steps in ahead:
+        run.refine(steps, refinements)
     return run.result()
+
+
+def path_of(sites: Sequence[SiteMeasurement]) -> list[Step]:
+    """Edges of all hulls by damage per saving."""
+    steps = [step for rank, site in enumerate(sites) for step in steps_of(rank, site)]
+    # Stable: steps of one site stay in their order, for their ratios rise.
+    return sorted(steps, key=lambda step: step.ratio)
 
 
 def steps_of(rank: int, site: SiteMeasurement) -> list[Step]:
@@ -234,83 +273,72 @@ class _Search:
         self._sites = sites
         self._budget = budget
         self._judge = judge
-        steps = [step for rank, site in enumerate(sites) for step in steps_of(rank, site)]
-        # Stable: steps of one site stay in their order, for their ratios rise.
-        self._path = sorted(steps, key=lambda step: step.ratio)
         self._judged: list[Judged] = []
-        self._kept = 0
-        self._best = self._run({})
+        self.best = self._run({})
 
-    def bisect(self) -> None:
-        """Longest prefix of the path that keeps the budget."""
-        low, high = 0, len(self._path)
-        if self._best.misses:
-            return
-        guess = self._first_guess()
+    @property
+    def recall_is_missed(self) -> bool:
+        """Whether some plan keeps all limits but that on recall."""
+        return any(j.misses and j.score.metrics.get("recall") is not None for j in self._judged)
+
+    def bisect(self, path: Sequence[Step]) -> list[Step]:
+        """Longest prefix of the path that keeps the budget; what the path has beyond the next step.
+
+        It becomes the best plan if it is cheaper than that.
+        """
+        low, high = 0, len(path)
+        if self.best.misses:
+            return []
+        guess = self._first_guess(path)
         runs = 0
         while low < high:
             # Every third run halves the rest, however bad the guesses are.
             middle = (low + high + 1) // 2 if runs % 3 == 2 else min(max(guess, low + 1), high)
-            judged = self._run(self._prefix(middle))
+            judged = self._run(_prefix(path, middle))
             runs += 1
             if judged.misses:
                 high = middle - 1
             else:
-                low, self._best = middle, judged
-            guess = self._guess(judged)
-        self._kept = low
+                low = middle
+                if judged.price < self.best.price:
+                    self.best = judged
+            guess = self._guess(path, judged)
+        return list(path[low + 1 :])
 
-    def refine(self, tries: int) -> None:
-        """Single steps beyond the prefix; a site whose step failed is left as it is."""
-        if self._best.misses:
-            return
+    def refine(self, steps: Sequence[Step], tries: int) -> None:
+        """Single steps beyond the best plan; a site whose step failed is left as it is."""
         closed: set[int] = set()
-        for step in self._path[self._kept + 1 :]:
+        for step in steps:
             if tries == 0:
                 return
-            current = self._best.choice.get(step.rank)
+            current = self.best.choice.get(step.rank)
             dearer = current is None or step.candidate.price < current.price
             if step.rank in closed or not dearer:
                 continue
             tries -= 1
-            judged = self._run({**self._best.choice, step.rank: step.candidate})
+            judged = self._run({**self.best.choice, step.rank: step.candidate})
             if judged.misses:
                 closed.add(step.rank)
             else:
-                self._best = judged
+                self.best = judged
 
-    def _first_guess(self) -> int:
+    def _first_guess(self, path: Sequence[Step]) -> int:
         limits = self._budget.limits.limits if self._budget.limits is not None else {}
         if "kl" in limits:
-            return self._reach(limits["kl"])
+            return _reach(path, limits["kl"])
         # Seen on decoders: perplexity rises by a third of the KL, or less.
-        return self._reach(3.0 * limits["ppl"]) if "ppl" in limits else len(self._path) // 2
+        return _reach(path, 3.0 * limits["ppl"]) if "ppl" in limits else len(path) // 2
 
-    def _guess(self, judged: Judged) -> int:
+    def _guess(self, path: Sequence[Step], judged: Judged) -> int:
         """Where the budget would be used up if it were used in proportion to predicted damage."""
         load = self._budget.load(judged.score)
         if not load > 0:
-            return len(self._path)
-        return self._reach(judged.predicted / load)
-
-    def _reach(self, damage: float) -> int:
-        """Steps of the path that are predicted to do at most this damage together."""
-        total = 0.0
-        for count, step in enumerate(self._path):
-            total += step.damage
-            if not total <= damage:
-                return count
-        return len(self._path)
+            return len(path)
+        return _reach(path, judged.predicted / load)
 
     def result(self) -> SearchResult:
         exact = sum(site.exact_price for site in self._sites)
-        return SearchResult(self._best, tuple(self._judged), exact)
-
-    def _prefix(self, count: int) -> dict[int, Candidate]:
-        choice: dict[int, Candidate] = {}
-        for step in self._path[:count]:
-            choice[step.rank] = step.candidate
-        return choice
+        return SearchResult(self.best, tuple(self._judged), exact)
 
     def _run(self, choice: Choice) -> Judged:
         for known in self._judged:
@@ -319,3 +347,20 @@ class _Search:
         judged = judge_choice(self._sites, self._budget, self._judge, choice)
         self._judged.append(judged)
         return judged
+
+
+def _prefix(path: Sequence[Step], count: int) -> dict[int, Candidate]:
+    choice: dict[int, Candidate] = {}
+    for step in path[:count]:
+        choice[step.rank] = step.candidate
+    return choice
+
+
+def _reach(path: Sequence[Step], damage: float) -> int:
+    """Steps of the path that are predicted to do at most this damage together."""
+    total = 0.0
+    for count, step in enumerate(path):
+        total += step.damage
+        if not total <= damage:
+            return count
+    return len(path)

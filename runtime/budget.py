@@ -22,9 +22,10 @@ METRICS: Mapping[str, str] = {
     "top1": "share of positions with the same most likely token; worst length, at least",
     "cosine": "mean cosine of output vectors; worst output and length, at least",
     "rel": "relative L2 error of an output; worst output and length",
+    "recall": "hidden facts that are found, over those the reference finds; worst length, at least",
 }
 
-AT_LEAST = frozenset({"top1", "cosine"})
+AT_LEAST = frozenset({"top1", "cosine", "recall"})
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Budget:
                 raise UsageError(f"Unknown budget {pair.strip()!r}; use name=value of {known}.")
             limits[name] = _number(name, value)
         return Budget(limits) if limits else None
+
+    def without(self, name: str) -> Budget:
+        """The other limits, maybe none."""
+        return Budget({key: limit for key, limit in self.limits.items() if key != name})
 
     def violations(self, measured: Mapping[str, float | None]) -> list[str]:
         """One sentence for each limit that is missed.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from subquad.runtime.errors import Rejection
 from subquad.runtime.manifest import InputSpec, Manifest
-from subquad.runtime.recall_rows import KINDS, can_spell, recall_row
+from subquad.runtime.recall_rows import KINDS, RecallRow, can_spell, recall_row
 from subquad.runtime.samples import is_causal_model, other_ids
 from subquad.runtime.text import TOKENIZER_NAME, Tokenizer
 
@@ -113,20 +113,24 @@ def recall(
         row = recall_row(np.asarray(text, np.int64), rng, tokenizer, beyond=beyond)
         if row is None:
             continue
-        ids = row.ids[None].astype(text.dtype)
-        first = min(asked.start for asked in row.asked)
-        answers = np.stack(
-            [
-                _answers(_logits(manifest, run, ids)[0, first - 1 : -1], row.ids[first:])
-                for run in (exact, model)
-            ]
+        exact_answers, model_answers = (
+            answers(manifest, run, row, text.dtype) for run in (exact, model)
         )
-        for asked in row.asked:
-            of_both = answers[:, :, asked.start - first : asked.stop - first]
+        for asked, *of_both in zip(row.asked, exact_answers, model_answers, strict=True):
             place = (len(text), asked.kind, asked.place)
-            seen.setdefault(place, []).append((asked.distance, of_both))
+            seen.setdefault(place, []).append((asked.distance, np.stack(of_both)))
     order = sorted(seen, key=lambda place: (place[0], KINDS.index(place[1]), place[2]))
     return tuple(_point(*place[:2], seen[place]) for place in order)
+
+
+def answers(
+    manifest: Manifest, run: Run, row: RecallRow, dtype: np.dtype[Any]
+) -> list[NDArray[np.float64]]:
+    """What a model answers to each question of a row: see ``_answers``; ids are of ``dtype``."""
+    first = min(asked.start for asked in row.asked)
+    logits = _logits(manifest, run, row.ids[None].astype(dtype))
+    found = _answers(logits[0, first - 1 : -1], row.ids[first:])
+    return [found[:, asked.start - first : asked.stop - first] for asked in row.asked]
 
 
 def _answers(logits: NDArray[Any], wanted: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -48,6 +48,7 @@ from subquad.runtime.metrics import Difference, LogitsDifference
 from subquad.runtime.pair import reads_encoder
 from subquad.runtime.past import carried, with_past
 from subquad.runtime.piecewise import piecewise_change
+from subquad.runtime.recall_budget import refuse_recall
 from subquad.runtime.samples import (
     PADDINGS,
     Batch,
@@ -59,6 +60,7 @@ from subquad.runtime.samples import (
 )
 from subquad.runtime.session import QUIET_THREADS, open_session, run_session
 from subquad.runtime.site_comparison import SiteComparison, SiteResult, as_vectors
+from subquad.runtime.validate_recall import artifact_recall
 
 Progress = Callable[[str, float | None], None]
 Verdict = Literal["pass", "fail", "measured"]
@@ -197,6 +199,8 @@ def validate(
     site_results = run.compare_sites() if sites else ()
     exact = all(record.method == "dense" for record in manifest.sites)
     measured = run.measured()
+    if budget is not None and "recall" in budget.limits:
+        measured["recall"] = run.recall()
     diverging = [s for s in site_results if (s.relative_l2 or 0.0) > site_tolerance]
     reasons = [*run.failures, *_leak_sentences(run.metamorphic.violations)]
     reasons += _unexpected_divergence(site_results, diverging)
@@ -252,6 +256,8 @@ def _check_budget(budget: Budget | None, manifest: Manifest) -> None:
     for name in ("kl", "top1", "ppl"):
         if name in limits and not logits:
             raise UsageError(f"Budget {name}: the model has no logits; use cosine or rel.")
+    if "recall" in limits:
+        refuse_recall(manifest)
     if "ppl" in limits and not is_causal_model(manifest):
         raise UsageError("Budget ppl: the model is no causal language model; use kl or top1.")
 
@@ -407,8 +413,24 @@ class _Validation:
             found[first] = dataclasses.replace(found[first], site=comparison.leaking_site)
         return results
 
+    def recall(self) -> float:
+        """What is kept of the reference's recall, at the worst length."""
+        self.report("recall", None)
+        found, notes = artifact_recall(
+            self.folder,
+            self.manifest,
+            self.samples,
+            self._cases,
+            provider=self.provider,
+            threads=self.threads,
+            kernels=self.kernels,
+            seed=self.seed,
+        )
+        self.notes += notes
+        return found.kept
+
     def measured(self) -> dict[str, float | None]:
-        """The figures of ``budget.METRICS``; ``None`` where the model has no such thing."""
+        """Figures of ``budget.METRICS`` but recall; ``None`` where the model has no such thing."""
         outputs = [output for case in self.results for output in case.outputs.values()]
         compared = [output for output in outputs if output["vectors"]]
         logits = [item for item in self._logits.values() if item.positions]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from subquad.runtime.budget import METRICS, Budget
+from subquad.runtime.budget import AT_LEAST, METRICS, Budget
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import Manifest, OutputSpec
 from subquad.runtime.metamorphic import length_axis, real_tokens, select
@@ -43,16 +43,18 @@ class Figures:
 
     Attributes:
         metrics: as ``budget.METRICS``, for what this model has.
-        errors: standard errors of ``kl`` and ``ppl``.
+        errors: standard errors of ``kl``, ``ppl`` and ``recall``.
     """
 
     metrics: Mapping[str, float | None]
     errors: Mapping[str, float]
 
     def shifted(self, errors: float) -> dict[str, float | None]:
-        """``metrics``, those with a standard error raised by so many of them."""
+        """``metrics``, those with a standard error made worse by so many of them."""
         return {
-            name: value if value is None else value + errors * self.errors.get(name, 0.0)
+            name: value
+            if value is None
+            else value + (-errors if name in AT_LEAST else errors) * self.errors.get(name, 0.0)
             for name, value in self.metrics.items()
         }
 
@@ -63,7 +65,7 @@ class Score(Figures):
 
     Attributes:
         metrics: as ``budget.METRICS``, for what this model has.
-        errors: standard errors of ``kl`` and ``ppl``.
+        errors: standard errors of ``kl``, ``ppl`` and ``recall``.
         damage: what the search minimises: mean KL, or the squared relative error of the outputs
             where there are no logits.
         custom: score of the user's metric; higher is better.
