@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
-from subquad.passes.calibrate.score import Score
+from subquad.passes.calibrate.score import Figures, Score
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.passes.planner import Choice, PlanBudget, instead, search, steps_of
 from subquad.runtime.budget import Budget
@@ -170,3 +171,54 @@ def test_another_choice_is_taken_only_within_the_budget() -> None:
     assert worse.chosen == found.chosen and len(worse.judged) == len(found.judged) + 1
     exact = instead(found, sites, limit, Truth(sites), {})
     assert exact.chosen.choice == {}
+
+
+class Forgetful(Truth):
+    """Every candidate that is the first of its site loses a tenth of the recall."""
+
+    def __call__(self, choice: Choice) -> Score:
+        score = super().__call__(choice)
+        lost = sum(candidate.text == "m0" for candidate in choice.values())
+        recall = {"recall": 1.0 - 0.1 * lost}
+        return Score({**score.metrics, **recall}, {**score.errors, "recall": 0.001}, score.damage)
+
+
+def test_recall_sends_the_search_to_what_looks_far() -> None:
+    """The first candidates do almost no damage, so that they are first on the path."""
+    sites = [site(rank, 1.0, [(0.001, 50), (0.1, 60)]) for rank in range(8)]
+    far = [replace(s, candidates=s.candidates[1:]) for s in sites]
+    limits = PlanBudget(Budget.parse(["kl=1", "recall=95%"]))
+    stuck = search(sites, limits, Forgetful(sites))
+    assert not stuck.chosen.choice, "the path from the exact model goes over windows only"
+    found = search(sites, limits, Forgetful(sites), far_sighted=far)
+    assert {c.text for c in found.chosen.choice.values()} == {"m1"}
+    assert found.chosen.price == 8 * 60
+    # Where recall is kept, no run is spent on it.
+    truth = Truth(sites)
+    search(sites, PlanBudget(Budget.parse(["kl=1"])), truth, far_sighted=far)
+    assert truth.runs == 2
+
+
+def test_single_steps_take_what_recall_can_spare() -> None:
+    sites = [site(rank, 1.0, [(0.001, 50), (0.1, 60)]) for rank in range(4)]
+    far = [replace(s, candidates=s.candidates[1:]) for s in sites]
+    limits = PlanBudget(Budget.parse(["kl=1", "recall=85%"]))
+    found = search(sites, limits, Forgetful(sites), far_sighted=far)
+    assert sorted(c.text for c in found.chosen.choice.values()) == ["m0", "m1", "m1", "m1"]
+
+
+def test_recall_must_be_kept_with_a_standard_error_to_spare() -> None:
+    limits = PlanBudget(Budget.parse(["kl=1", "recall=95%"]))
+
+    def score(recall: float | None, error: float = 0.0, kl: float = 0.0) -> Score:
+        metrics = {"kl": kl, "recall": recall}
+        group = Figures({"kl": kl}, {})
+        return Score(metrics, {"recall": error}, kl, groups={"a": group, "b": group})
+
+    assert limits.misses(score(0.97, 0.01)) == []
+    assert "recall is 0.94, below the budget of 0.95" in limits.misses(score(0.97, 0.03))[0]
+    assert limits.misses(score(None)) == ["recall was not measured"]
+    assert len(limits.misses(score(None, kl=2.0))) == 3, "kl: all together, a and b"
+    assert limits.rest.misses(score(None)) == []
+    assert limits.load(score(0.975)) == pytest.approx(0.5)
+    assert limits.load(score(0.975, 0.025)) == pytest.approx(1.0)

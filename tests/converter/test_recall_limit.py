@@ -1,9 +1,8 @@
-"""A limit on recall: a plan that perplexity takes and recall refuses."""
+"""A limit on recall, end to end: plans that perplexity takes and recall refuses."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,18 @@ from typing import Any
 import pytest
 
 import exact_folder
+from sites import make_site
 from subquad.converter import recall_limit
-from subquad.converter.budget_texts import parse_budget
+from subquad.converter.pipeline import convert
 from subquad.converter.planning import PlanRequest, convert_with_budget, plan_source
-from subquad.runtime.errors import UsageError
-from subquad.runtime.manifest import Manifest
+from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
+from subquad.passes.calibrate.statistics import SiteStatistics
+from subquad.runtime.budget import Budget
+from subquad.runtime.errors import BudgetError, UsageError
+from subquad.runtime.recall_budget import RecallKept, RecallTest
+from subquad.runtime.validate import ValidationResult, validate
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
-LENGTH = 512
 
 
 @pytest.fixture(scope="module")
@@ -36,29 +39,117 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loose(texts: Path) -> PlanRequest:
-    """Windows everywhere keep this perplexity."""
+def request_without(texts: Path) -> PlanRequest:
     return PlanRequest(
         budget=("ppl=30%",),
-        lengths=(LENGTH,),
+        lengths=(512,),
         data=(texts,),
         methods=("window",),
         threads=1,
-        refit=False,
         calibration_tokens=1024,
         heldout_tokens=2048,
     )
 
 
-def test_windows_that_perplexity_takes_are_refused_by_recall(
-    loose: PlanRequest, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = plan_source(DEMO_MODEL, loose, work=work).plan.to_json()
-    assert any(site["method"].startswith("window") for site in taken["sites"])
-    assert "recall" not in taken["measured"]["metrics"]
-    print(json.dumps(taken["measured"]), [s["method"] for s in taken["sites"]])
+@pytest.fixture(scope="module")
+def request_with(request_without: PlanRequest) -> PlanRequest:
+    return dataclasses.replace(request_without, budget=("ppl=30%", "recall=95%"))
 
-    both = dataclasses.replace(loose, budget=("ppl=30%", "recall=95%"))
-    found = plan_source(DEMO_MODEL, both, work=work).plan.to_json()
-    print(json.dumps(found["measured"]), [s["method"] for s in found["sites"]])
-    print(json.dumps(found["front"]))
+
+def windows(plan: dict[str, Any]) -> int:
+    return sum(site["method"].startswith("window") for site in plan["sites"])
+
+
+def test_windows_that_perplexity_takes_are_refused_by_recall(
+    request_without: PlanRequest,
+    request_with: PlanRequest,
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = plan_source(DEMO_MODEL, request_without, work=work).plan.to_json()
+    assert windows(taken) == len(taken["sites"]), "all of them are windows"
+    assert "recall" not in taken["measured"]["metrics"]
+    assert not (work / "recall").exists(), "who does not ask for it does not pay for it"
+
+    found = plan_source(DEMO_MODEL, request_with, work=work).plan.to_json()
+    assert 0 < windows(found) < len(found["sites"])
+    measured = found["measured"]
+    assert measured["metrics"]["recall"] - measured["standard_errors"]["recall"] >= 0.95
+    refused = [p["measured"]["metrics"] for p in found["front"] if not p["keeps_budget"]]
+    asked = [metrics for metrics in refused if "recall" in metrics]
+    assert any(m["ppl"] < 0.3 and m["recall"] < 0.5 for m in asked)
+    assert found["saving"] < taken["saving"]
+
+    # The exact model answers once for all; and so do plans that were run.
+    assert len(list((work / "recall").iterdir())) == 1
+    monkeypatch.setattr(recall_limit, "hits", None)
+    monkeypatch.setattr(RecallTest, "kept", None)
+    again = plan_source(DEMO_MODEL, request_with, work=work).plan.to_json()
+    assert again == found
+
+
+def test_the_artifact_keeps_recall_as_it_ships_and_validate_says_so(
+    request_with: PlanRequest, work: Path, texts: Path, tmp_path: Path
+) -> None:
+    report = convert_with_budget(DEMO_MODEL, tmp_path / "out", request_with, work=work).to_json()
+    assert report["verified"]["metrics"]["recall"] >= 0.95
+    convert(DEMO_MODEL, tmp_path / "windows", force=("window:size=64",))
+
+    def judged(name: str) -> ValidationResult:
+        return validate(
+            tmp_path / name,
+            data=texts / "tarfile.py.txt",
+            lengths=[512],
+            paddings=["left"],
+            rows=2,
+            budget=Budget.parse(["recall=90%"]),
+            metamorphic=False,
+            sites=False,
+        )
+
+    good, bad = judged("out"), judged("windows")
+    assert good.verdict == "pass" and (good.measured["recall"] or 0) >= 0.9
+    assert bad.verdict == "fail" and "recall is 0" in bad.reasons[0]
+    assert any("recall kept of the reference's" in note for note in bad.notes)
+
+
+@pytest.mark.slow
+def test_an_artifact_that_forgets_is_not_written(
+    request_with: PlanRequest, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are known by now, so that only the refitted model and the artifact are asked."""
+    plan_source(DEMO_MODEL, request_with, work=work)
+    monkeypatch.setattr(RecallTest, "kept", lambda *arguments: RecallKept(0.5, 0.0, {}))
+    with pytest.raises(BudgetError, match="recall is 0.5, below the budget of 0.95"):
+        convert_with_budget(DEMO_MODEL, tmp_path / "out", request_with, work=work)
+    assert not (tmp_path / "out").exists()
+
+
+def test_windows_and_linear_attention_do_not_look_far() -> None:
+    texts = ("block_sparse:tau=0.9", "window:size=64,sinks=4", "elu")
+    site = make_site("a", right=0)
+    measured = SiteMeasurement(
+        name="a",
+        index=0,
+        exact_price=9.0,
+        sensitivity=1.0,
+        error_in="heads",
+        statistics=SiteStatistics(1, (0.0,), (0.0,), {}, {}),
+        candidates=tuple(Candidate(text, {64: 0.1}, {}, 1.0) for text in texts),
+        declined={},
+    )
+    (left,) = recall_limit.far_sighted([site], [measured])
+    assert [candidate.text for candidate in left.candidates] == [texts[0]]
+
+
+def test_a_model_that_recalls_nothing_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    source = exact_folder.save_decoder(tmp_path / "random.onnx")
+    request = PlanRequest(budget=("kl=1", "recall=95%"), lengths=(96,), threads=1)
+    seen: list[str] = []
+    with pytest.raises(UsageError, match="Budget recall: cannot be judged at the lengths 96"):
+        plan_source(
+            source, request, work=tmp_path / "work", progress=lambda text, share: seen.append(text)
+        )
+    assert "recall" in seen and "measure" not in seen

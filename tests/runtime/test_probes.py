@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from copier import copier as known_memory
 from subquad.runtime.manifest import Manifest
 from subquad.runtime.probes import (
     LEAST_RECALL,
@@ -40,23 +41,7 @@ def tokenizer() -> Any:
 
 
 def copier(reach: int, vocabulary: int = VOCABULARY, context: int = 3) -> Run:
-    """Predicts what followed the last occurrence of the last tokens, up to ``reach`` back."""
-
-    def run(feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        assert feeds["attention_mask"].all()
-        ids = feeds["input_ids"]
-        logits = np.zeros((*ids.shape, vocabulary), np.float32)
-        for row, tokens in enumerate(ids):
-            last: dict[bytes, list[int]] = {}
-            for i in range(context - 1, len(tokens)):
-                key = tokens[i - context + 1 : i + 1].tobytes()
-                found = [j for j in last.get(key, []) if i - j < reach]
-                if found:
-                    logits[row, i, tokens[found[-1] + 1]] = 20
-                last.setdefault(key, []).append(i)
-        return {"logits": logits}
-
-    return run
+    return known_memory(reach, vocabulary, context)
 
 
 def text(length: int, seed: int = 0) -> NDArray[np.int64]:
