@@ -191,7 +191,9 @@ class Scorer:
             names |= {"kl": 0.0, "top1": 1.0}
         if self.has_logits and self._causal:
             names |= {"ppl": 0.0}
-        return Score({name: names.get(name) for name in METRICS}, {}, 0.0)
+        # Recall is asked for on other inputs than these.
+        measured = [name for name in METRICS if name != "recall"]
+        return Score({name: names.get(name) for name in measured}, {}, 0.0)
 
     def score(self, run: Run, enough: Callable[[Score], bool] | None = None) -> Score:
         """Compare one run.
