@@ -13,7 +13,8 @@ import exact_folder
 from sites import make_site
 from subquad.converter import recall_limit
 from subquad.converter.pipeline import convert
-from subquad.converter.planning import PlanRequest, convert_with_budget, plan_source
+from subquad.converter.plan_request import PlanRequest
+from subquad.converter.planning import convert_with_budget, plan_source
 from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
 from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.runtime.budget import Budget
