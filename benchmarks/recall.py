@@ -17,28 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import subquad
-from subquad.runtime.manifest import REFERENCE_NAME, Manifest
-from subquad.runtime.past import with_past
-from subquad.runtime.probes import Run, recall, recall_facts, spelling_tokenizer
+from subquad.runtime.manifest import Manifest
+from subquad.runtime.probes import recall, recall_facts, spelling_tokenizer
 from subquad.runtime.samples import TextSource, is_causal_model
-from subquad.runtime.session import QUIET_THREADS, open_session, run_session
 from subquad.runtime.text import Tokenizer
+from subquad.runtime.validate_recall import reference_run
 
 Values = Mapping[str, NDArray[Any]]
-
-
-def reference(folder: Path, manifest: Manifest, threads: int | None) -> Run:
-    """``reference.onnx`` of an artifact."""
-    session = open_session(
-        folder / REFERENCE_NAME, folder=folder, threads=threads, config=QUIET_THREADS
-    )
-    names = [spec.name for spec in manifest.outputs if spec.is_logits]
-    inputs = manifest.reference_inputs or manifest.inputs
-
-    def run(feeds: Values) -> Values:
-        return dict(zip(names, run_session(session, with_past(inputs, feeds), names), strict=True))
-
-    return run
 
 
 def main() -> None:
@@ -61,7 +46,7 @@ def main() -> None:
     artifact = subquad.load(options.artifact, threads=options.threads)
     points = recall(
         manifest,
-        reference(options.artifact, manifest, options.threads),
+        reference_run(options.artifact, manifest, options.threads),
         artifact.run,
         texts,
         spelling_tokenizer(options.artifact),

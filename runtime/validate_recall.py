@@ -50,7 +50,9 @@ def artifact_recall(
         texts[length, ""] = rows
     asked = rows_of_texts(texts, spelling_tokenizer(folder), seed)
     # One after the other: both together would need the memory of two models.
-    test = RecallTest(manifest, asked, hits(manifest, asked, _reference(folder, manifest, threads)))
+    test = RecallTest(
+        manifest, asked, hits(manifest, asked, reference_run(folder, manifest, threads))
+    )
     artifact = load(
         folder,
         provider=provider,
@@ -65,7 +67,8 @@ def artifact_recall(
     return found, (note, *test.notes)
 
 
-def _reference(folder: Path, manifest: Manifest, threads: int | None) -> Run:
+def reference_run(folder: Path, manifest: Manifest, threads: int | None) -> Run:
+    """``reference.onnx`` of an artifact; runs give its logits."""
     session = open_session(
         folder / REFERENCE_NAME, folder=folder, threads=threads, config=QUIET_THREADS
     )

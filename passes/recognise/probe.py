@@ -414,6 +414,11 @@ def _error(
     if want.shape != got.shape:
         raise OpaqueError(f"the raised node gives shape {got.shape}, the source {want.shape}")
     want, got = (_of_rows(question, point, seen, array) for array in (want, got))
+    return relative_distance(want, got)
+
+
+def relative_distance(want: NDArray[Any], got: NDArray[Any]) -> float:
+    """``|got - want| / |want|``; infinite where only ``want`` is all zeros."""
     norm = float(np.linalg.norm(want))
     difference = float(np.linalg.norm(got - want))
     if not norm:

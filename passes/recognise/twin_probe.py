@@ -14,6 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from subquad.passes.recognise.affine import Affine, OpaqueError
+from subquad.passes.recognise.probe import relative_distance
 from subquad.passes.recognise.speller import Role, Twin
 from subquad.passes.recognise.subgraph import Piece
 from subquad.passes.recognise.symbolic import Interpreter
@@ -86,8 +87,7 @@ def _error(
     if last is not None and value is twin.fused.outputs[0]:
         rows = np.arange(want.shape[1])[None, :] <= np.asarray(last).reshape(-1, 1)
         want, got = want[rows], got[rows]
-    norm = float(np.linalg.norm(want))
-    return float(np.linalg.norm(want - got)) / norm if norm else 0.0
+    return relative_distance(want, got)
 
 
 class _Sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from subquad.passes.recognise import bias
 from subquad.passes.recognise.candidates import Candidate
 from subquad.passes.recognise.find import find_candidates
 from subquad.passes.recognise.mask import DerivedMask, derive_mask
+from subquad.passes.recognise.probe import relative_distance
 
 # --- wrong claims --------------------------------------------------------------------------
 
@@ -347,3 +349,10 @@ def test_equal_layers_share_the_raised_piece(monkeypatch: pytest.MonkeyPatch) ->
     result = module.raise_attention(model)
     assert len(result.sites) == 6
     assert len(opened) == 7
+
+
+def test_a_distance_from_zeros_is_no_agreement() -> None:
+    zeros = np.zeros(3)
+    assert relative_distance(zeros, zeros) == 0.0
+    assert relative_distance(zeros, np.ones(3)) == math.inf
+    assert relative_distance(np.ones(4), np.full(4, 1.01)) == pytest.approx(0.01)
