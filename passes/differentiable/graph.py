@@ -24,6 +24,8 @@ OPERATORS: Mapping[tuple[str, str], Callable[..., Any]] = {
 }
 """(domain, operator) -> its tensors in order, its attributes by name."""
 
+_CONTROL = ("If", "Loop")
+
 Environment = dict[ir.Value, Tensor]
 
 
@@ -106,6 +108,8 @@ class TorchGraph(torch.nn.Module):
             assert given[0] is not None
             branch = node.attributes["then_branch" if bool(given[0]) else "else_branch"].as_graph()
             return self._branch(branch, environment)
+        if node.op_type == "Loop":
+            return self._loop(node, given, environment)
         while given and given[-1] is None:
             given.pop()
         result = OPERATORS[node.domain, node.op_type](*given, **_attributes(node))
@@ -127,11 +131,35 @@ class TorchGraph(torch.nn.Module):
         }
         return self._scope(function, function.outputs, environment)
 
-    def _branch(self, graph: ir.Graph, environment: Environment) -> Sequence[Tensor]:
+    def _branch(
+        self, graph: ir.Graph, environment: Environment, given: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor]:
         inner = dict(environment)  # what a branch computes stays in it
         for value in graph.initializers.values():
             inner[value] = _to_torch(value.const_value)
+        inner.update(zip(graph.inputs, given, strict=True))
         return self._scope(graph, graph.outputs, inner)
+
+    def _loop(
+        self, node: ir.Node, given: Sequence[Tensor | None], environment: Environment
+    ) -> Sequence[Tensor]:
+        """Values carried from step to step, then what the steps give, stacked on a new axis 0."""
+        body = node.attributes["body"].as_graph()
+        trips, going, *start = [*given, None, None][: max(2, len(given))]
+        carried = [tensor for tensor in start if tensor is not None]
+        steps: list[Sequence[Tensor]] = []
+        on = torch.tensor(True) if going is None else going
+        while bool(on) and (trips is None or len(steps) < int(trips)):
+            step = torch.tensor(len(steps))
+            on, *results = self._branch(body, environment, [step, on, *carried])
+            carried, stacked = results[: len(carried)], results[len(carried) :]
+            steps.append(stacked)
+        if not steps and len(node.outputs) > len(carried):
+            raise UnsupportedModelError(
+                f"training cannot run Loop {node.name!r} without a step: what its steps give has "
+                "no shape then"
+            )
+        return [*carried, *(torch.stack(list(items)) for items in zip(*steps, strict=True))]
 
     def _scope(
         self, nodes: Iterable[ir.Node], outputs: Sequence[ir.Value], environment: Environment
@@ -153,7 +181,7 @@ def unknown_operators(model: ir.Model) -> list[str]:
     unknown = set()
     for graph in graphs:
         for node in graph.all_nodes():
-            known = (node.domain, node.op_type) in OPERATORS or node.op_type == "If"
+            known = (node.domain, node.op_type) in OPERATORS or node.op_type in _CONTROL
             if not known and node.op_identifier() not in model.functions:
                 unknown.add(f"{node.domain or 'ai.onnx'}::{node.op_type}")
     return sorted(unknown)

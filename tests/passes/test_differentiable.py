@@ -10,9 +10,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from block_lists import with_lists
 from onnx_cases import specified_cases
-from oracles import mask_of, random_case, reference, relative_error
+from oracles import Case, mask_of, random_case, reference, relative_error
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.one_node import one_node_model
 from subquad.kernels.operator import present_inputs
@@ -21,7 +23,9 @@ from subquad.passes.differentiable.operators import STANDARD_OPERATORS
 from subquad.runtime.errors import UnsupportedModelError
 
 SIZES = (4, 2, 7, 5, 0.3)
-VARIANTS: list[AttentionVariant | HybridVariant] = [
+Variant = AttentionVariant | HybridVariant | BlockSparseVariant
+
+VARIANTS: list[Variant] = [
     AttentionVariant(*SIZES),
     AttentionVariant(*SIZES, has_key_mask=True),
     AttentionVariant(*SIZES, softcap=4.0, has_key_mask=True),
@@ -32,6 +36,8 @@ VARIANTS: list[AttentionVariant | HybridVariant] = [
     HybridVariant(*SIZES, 40, 0, 4, allowed_right=0, feature_map="elu", has_key_mask=True),
     HybridVariant(*SIZES, 40, 40, sinks=4, feature_map="elu", has_key_mask=True),
     HybridVariant(*SIZES, feature_map="elu"),
+    BlockSparseVariant(*SIZES, block=4, window_right=0, has_key_mask=True),
+    BlockSparseVariant(*SIZES, block=32),
 ]
 
 DTYPES = {np.dtype(name) for name in ("f2", "f4", "f8", "i1", "u1", "i4", "i8", "?")}
@@ -93,12 +99,20 @@ def test_operator_as_specified(op_type: str) -> None:
     assert len(cases) > refused or op_type in {"Cast", "CastLike", "ReduceL2", *several_outputs}
 
 
+def case_of(rng: np.random.Generator, variant: Variant, length: int, padding: str) -> Case:
+    mask = mask_of(padding, 2, length, rng)
+    case = random_case(rng, variant, query_len=length, mask=mask)
+    if isinstance(variant, BlockSparseVariant):
+        case = with_lists(rng, variant, case)
+    return case
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.op_type}_{v.overload}")
-def test_bodies_are_exact(variant: AttentionVariant | HybridVariant) -> None:
+def test_bodies_are_exact(variant: Variant) -> None:
     rng = np.random.default_rng(5)
     graph = TorchGraph(ir.from_proto(one_node_model(variant)))
     for length in (1, 7, 130):
-        case = random_case(rng, variant, query_len=length, mask=mask_of("left", 2, length, rng))
+        case = case_of(rng, variant, length, "left")
         feeds = {name: as_torch(array) for name, array in case.feeds(variant).items()}
         got = graph(feeds)["output"].numpy()
         # As for the same bodies in ONNX Runtime.
@@ -106,10 +120,10 @@ def test_bodies_are_exact(variant: AttentionVariant | HybridVariant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.op_type}_{v.overload}")
-def test_gradients_are_those_of_the_output(variant: AttentionVariant | HybridVariant) -> None:
+def test_gradients_are_those_of_the_output(variant: Variant) -> None:
     """The directional derivative in float64 differences of the float64 reference."""
     rng = np.random.default_rng(6)
-    case = random_case(rng, variant, query_len=9, mask=mask_of("holes", 2, 9, rng))
+    case = case_of(rng, variant, 9, "holes")
     feeds = {name: as_torch(array) for name, array in case.feeds(variant).items()}
     moving = ("query", "key", "value")
     for name in moving:
@@ -182,6 +196,49 @@ def test_weights_given_get_gradients_and_branches_are_taken() -> None:
     negated["y"].sum().backward()
     assert weight.grad is not None
     np.testing.assert_array_equal(weight.grad.numpy(), [[-1, -1], [-1, -1]])
+
+
+LOOP = """
+<ir_version: 10, opset_import: ["" : 24]>
+agraph (float[2] x, int64 most, bool go) => (float[2] last, float[n, 2] each)
+  <float[2] factor = {2, 3}>
+{
+  last, each = Loop (most, go, x) <
+    body = step (int64 i, bool on, float[2] a) => (bool going, float[2] b, float[2] c)
+      <float[2] one = {1, 1}, int64 three = {3}>
+    {
+      going = Less(i, three)
+      h = Mul(a, factor)
+      b = Add(h, one)
+      c = Neg(b)
+    }
+  >
+}
+"""
+
+
+def test_loop_carries_stacks_and_stops() -> None:
+    """By its count, by its condition, and not at all; gradients go through all steps."""
+    graph = TorchGraph(ir.from_proto(onnx.parser.parse_model(LOOP)))
+    x = torch.tensor([1.0, 1.0])
+    factor = torch.tensor([2.0, 3.0], requires_grad=True)
+    feeds = {"x": x, "most": torch.tensor(2), "go": torch.tensor(True)}
+    got = graph(feeds, weights={"factor": factor})
+    np.testing.assert_array_equal(got["last"].detach().numpy(), [7, 13])
+    np.testing.assert_array_equal(got["each"].detach().numpy(), [[-3, -4], [-7, -13]])
+    got["last"].sum().backward()
+    # d (f (f + 1) + 1) / df
+    np.testing.assert_array_equal(factor.grad, [5, 7])
+    got = graph({**feeds, "most": torch.tensor(9)})
+    assert len(got["each"]) == 4, "step 3 says that there is no other"
+    for nothing in ({"most": torch.tensor(0)}, {"go": torch.tensor(False)}):
+        with pytest.raises(UnsupportedModelError, match="Loop .* without a step"):
+            graph({**feeds, **nothing})
+
+
+def test_unknown_operators_inside_a_loop_are_named() -> None:
+    text = LOOP.replace("Neg(b)", "Det(b)")
+    assert unknown_operators(ir.from_proto(onnx.parser.parse_model(text))) == ["ai.onnx::Det"]
 
 
 def test_unknown_initializer_is_named() -> None:
