@@ -43,10 +43,7 @@ def measure(model: str, folder: Path, options: argparse.Namespace) -> dict[str, 
     length = LENGTHS[model]
     source = DEMO if model == "demo" else third_party.minilm_l6()
     data, tests = write_texts(folder)
-    kind = "code" if model == "demo" else "wikipedia"
-    for path in data.iterdir():
-        if not path.name.startswith(kind):
-            path.unlink()
+    data /= "code" if model == "demo" else "wikipedia"
     found: dict[str, dict[str, Any]] = {}
     threads = ("--threads", options.threads) if options.threads else ()
     for method in METHODS:

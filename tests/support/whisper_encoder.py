@@ -1,4 +1,4 @@
-"""The encoder of Whisper tiny.en, from a wheel that has it in CTranslate2's form, and real speech.
+"""The encoder of Whisper tiny.en, real speech, and what the whole model hears in it.
 
     subquad convert tests/support/whisper_encoder.py:encoder out
 
@@ -8,11 +8,10 @@ heads of 64. Radford et al., 2022, https://arxiv.org/abs/2212.04356.
 
 from __future__ import annotations
 
-import struct
 import wave
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,31 +19,30 @@ from numpy.typing import NDArray
 
 import third_party
 
+if TYPE_CHECKING:
+    from transformers import WhisperForConditionalGeneration
+
 LENGTH = 1500
+LONGEST_TEXT = 200
 _RATE = 16000
-_DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
+_PIECE = 30 * _RATE
+
+_START = (50257, 50362)
+"""Start of a transcript, without times."""
+_END = 50256
+
+
+@cache
+def model() -> WhisperForConditionalGeneration:
+    from transformers import WhisperForConditionalGeneration
+
+    return WhisperForConditionalGeneration.from_pretrained(third_party.whisper_tiny_en()).eval()
 
 
 def encoder() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], dict[str, dict[int, str]]]:
     """Module, example inputs and dynamic axes, as ``convert`` takes a factory."""
-    from transformers import WhisperConfig
-    from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-    weights = dict(_read((third_party.fetch("whisper-ct2") / "model.bin").read_bytes()))
-    size = weights["encoder/layer_norm/gamma"].shape[0]
-    layers = sum(name.endswith("ffn/linear_0/weight") for name in weights if "encoder" in name)
-    config = WhisperConfig(
-        d_model=size,
-        encoder_layers=layers,
-        encoder_attention_heads=size // 64,
-        encoder_ffn_dim=4 * size,
-        num_mel_bins=weights["encoder/conv1/weight"].shape[1],
-    )
-    inner = WhisperEncoder(config)
-    inner.load_state_dict(dict(_renamed(weights, layers)))
-    module = _Hidden(inner).eval()
-    example = torch.from_numpy(features()[:2])
-    return module, (example,), {"input_features": {0: "batch"}}
+    example = torch.from_numpy(features("two_cities"))
+    return _Hidden(model().model.encoder).eval(), (example,), {"input_features": {0: "batch"}}
 
 
 class _Hidden(torch.nn.Module):
@@ -57,24 +55,54 @@ class _Hidden(torch.nn.Module):
         return hidden
 
 
-def features() -> NDArray[np.float32]:
-    """Log-mel features of the recordings in pieces of 30 s, the rest silence: ``[n, 80, 3000]``."""
+def recordings() -> list[str]:
+    """Names of the recordings: two passages that are read aloud, a short one, and signals."""
+    return sorted(path.stem for path in third_party.fetch("speech").glob("*.wav"))
+
+
+def features(name: str, step: int = 30) -> NDArray[np.float32]:
+    """Log-mel features ``[pieces, 80, 3000]`` of a recording.
+
+    Args:
+        name: of the recording.
+        step: seconds from piece to piece; each is 30 s of it, the last filled up with silence.
+    """
     from transformers import WhisperFeatureExtractor
 
     extractor = WhisperFeatureExtractor(feature_size=80)
-    folder = third_party.fetch("speech")
-    pieces = []
-    for path in sorted(folder.glob("*.wav")):
-        sound = _sound(path)
-        for start in range(0, len(sound), 15 * _RATE):
-            piece = sound[start : start + 30 * _RATE]
-            if len(piece) >= 3 * _RATE:
-                pieces.append(piece)
+    sound = _sound(third_party.fetch("speech") / f"{name}.wav")
+    pieces = [sound[start : start + _PIECE] for start in range(0, len(sound), step * _RATE)]
     found = [
         extractor(piece, sampling_rate=_RATE, return_tensors="np").input_features[0]
         for piece in pieces
     ]
     return np.stack(found).astype(np.float32)
+
+
+def transcribe(hidden: NDArray[np.float32]) -> str:
+    """What the decoder of the source writes, the likeliest token each time.
+
+    Args:
+        hidden: of the encoder, for one piece: ``[1500, 384]``.
+    """
+    from tokenizers import Tokenizer
+    from transformers.modeling_outputs import BaseModelOutput
+
+    ids = list(_START)
+    heard = BaseModelOutput(last_hidden_state=torch.from_numpy(hidden[None]))
+    past = None
+    with torch.no_grad():
+        while len(ids) < LONGEST_TEXT:
+            given = torch.tensor([ids if past is None else ids[-1:]])
+            result = model()(encoder_outputs=heard, decoder_input_ids=given, cache=past)
+            past, logits = result.past_key_values, result.logits[0, -1]
+            if len(ids) == len(_START):
+                logits[[220, _END]] = -torch.inf  # as in the generation settings of the source
+            ids.append(int(logits.argmax()))
+            if ids[-1] == _END:
+                break
+    tokenizer = Tokenizer.from_file(str(third_party.whisper_tiny_en() / "tokenizer.json"))
+    return str(tokenizer.decode(ids)).strip()
 
 
 def _sound(path: Path) -> NDArray[np.float32]:
@@ -84,67 +112,3 @@ def _sound(path: Path) -> NDArray[np.float32]:
         rate = file.getframerate()
     wanted = np.arange(0, len(sound) / rate, 1 / _RATE)
     return np.asarray(np.interp(wanted, np.arange(len(sound)) / rate, sound), np.float32)
-
-
-def _read(blob: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Variables of a CTranslate2 model file."""
-    offset = 0
-
-    def number(form: str) -> int:
-        nonlocal offset
-        (value,) = struct.unpack_from("<" + form, blob, offset)
-        offset += struct.calcsize(form)
-        return int(value)
-
-    def text() -> str:
-        nonlocal offset
-        length = number("H")
-        offset += length
-        return blob[offset - length : offset].rstrip(b"\0").decode()
-
-    number("I"), text(), number("I")  # version, kind, revision
-    for _ in range(number("I")):
-        name = text()
-        shape = [number("I") for _ in range(number("B"))]
-        dtype = np.dtype(_DTYPES[number("B")])
-        size = number("I")
-        yield name, np.frombuffer(blob, dtype, size // dtype.itemsize, offset).reshape(shape)
-        offset += size
-
-
-def _renamed(weights: dict[str, NDArray[Any]], layers: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The encoder's, by the names of transformers."""
-
-    def tensor(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.array(weights[name], np.float32))
-
-    for name in ("conv1", "conv2"):
-        yield f"{name}.weight", tensor(f"encoder/{name}/weight")
-        yield f"{name}.bias", tensor(f"encoder/{name}/bias")
-    yield "embed_positions.weight", tensor("encoder/position_encodings/encodings")
-    norms = {"layer_norm": "encoder/layer_norm"}
-    linears = {}
-    for i in range(layers):
-        ours, theirs = f"layers.{i}", f"encoder/layer_{i}"
-        norms[f"{ours}.self_attn_layer_norm"] = f"{theirs}/self_attention/layer_norm"
-        norms[f"{ours}.final_layer_norm"] = f"{theirs}/ffn/layer_norm"
-        linears[f"{ours}.self_attn.out_proj"] = f"{theirs}/self_attention/linear_1"
-        linears[f"{ours}.fc1"] = f"{theirs}/ffn/linear_0"
-        linears[f"{ours}.fc2"] = f"{theirs}/ffn/linear_1"
-        merged = f"{theirs}/self_attention/linear_0"
-        parts = zip(
-            ("q_proj", "k_proj", "v_proj"),
-            tensor(f"{merged}/weight").chunk(3),
-            tensor(f"{merged}/bias").chunk(3),
-            strict=True,
-        )
-        for name, weight, bias in parts:
-            yield f"{ours}.self_attn.{name}.weight", weight
-            if name != "k_proj":  # which has none
-                yield f"{ours}.self_attn.{name}.bias", bias
-    for ours, theirs in norms.items():
-        yield f"{ours}.weight", tensor(f"{theirs}/gamma")
-        yield f"{ours}.bias", tensor(f"{theirs}/beta")
-    for ours, theirs in linears.items():
-        yield f"{ours}.weight", tensor(f"{theirs}/weight")
-        yield f"{ours}.bias", tensor(f"{theirs}/bias")
