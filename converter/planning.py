@@ -47,7 +47,7 @@ from subquad.converter.planned_cache import (
     require_all_planned,
     whole_sequences,
 )
-from subquad.converter.recall_limit import RecallJudge, far_sighted, recall_test
+from subquad.converter.recall_limit import RecallJudge, recall_samples, recall_test
 from subquad.converter.reports import write_reports
 from subquad.converter.work_folder import WorkFolder, key_of
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
@@ -55,7 +55,7 @@ from subquad.passes.calibrate.branches import Branches, ablate, linear_off, wide
 from subquad.passes.calibrate.candidates import SiteMeasurement
 from subquad.passes.calibrate.data import CalibrationData, open_data
 from subquad.passes.calibrate.engine import Engine, Finish
-from subquad.passes.calibrate.measure import Question, assignment_of, measure_sites
+from subquad.passes.calibrate.measure import Question, RecallSample, assignment_of, measure_sites
 from subquad.passes.calibrate.refit import refit_projections
 from subquad.passes.calibrate.score import Score, Scorer
 from subquad.passes.calibrate.segments import load_split
@@ -260,8 +260,7 @@ class _Planning:
             measured = self._measure(probes)
         with clock.stage("search"):
             self._budget = PlanBudget(self._limits, self._drop, self._custom_base())
-            seeing = None if self._test is None else far_sighted(self._sites, measured)
-            found = search(measured, self._budget, self._judge, far_sighted=seeing)
+            found = search(measured, self._budget, self._judge)
         with clock.stage("branches"):
             found, branches = self._without_idle_branches(measured, found)
             self._chosen = found.chosen
@@ -464,6 +463,7 @@ class _Planning:
                 "methods": request.methods,
                 "decodes": request.decodes,
                 "kernels": request.kernels,
+                "recall": None if self._test is None else request.seed,
             }
         )
         names = [f"sites-{key}/{rank}.json" for rank in range(len(self._sites))]
@@ -473,6 +473,12 @@ class _Planning:
             if (raw := self._work.load(name)) is not None
             and (tensors := self._work.load_arrays(f"{name}.npz")) is not None
         }
+
+        asking: list[RecallSample] = []
+        if self._test is not None:
+            asking = recall_samples(
+                self.manifest, self.base, self._data.calibration, seed=request.seed
+            )
 
         def done(rank: int, site: SiteMeasurement) -> None:
             # The arrays first: where the measurement is, they are.
@@ -486,6 +492,7 @@ class _Planning:
             question,
             self._data.calibration,
             probes,
+            recall=asking,
             known=dict(known),
             done=done,
         )

@@ -9,14 +9,12 @@ from typing import Any
 
 from subquad.converter.budget_texts import Runner
 from subquad.converter.work_folder import WorkFolder, key_of
-from subquad.kernels.hybrid.semantics import HybridVariant
-from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
-from subquad.passes.calibrate.measure import assignment_of
+from subquad.passes.calibrate.measure import RecallSample
 from subquad.passes.calibrate.score import Score
 from subquad.passes.planner import CLEARLY, PlanBudget
-from subquad.passes.recognise.site import AttentionSite
+from subquad.runtime.artifact import check_inputs
 from subquad.runtime.manifest import Manifest
-from subquad.runtime.probes import spelling_tokenizer, token_ids
+from subquad.runtime.probes import spelling_tokenizer, token_feeds, token_ids
 from subquad.runtime.recall_budget import (
     RecallKept,
     RecallTest,
@@ -25,6 +23,9 @@ from subquad.runtime.recall_budget import (
     rows_of_texts,
 )
 from subquad.runtime.samples import Batch
+
+MEASURED_ROWS = 1
+"""Rows of every length on which candidates are measured; each asks for some hundred tokens."""
 
 
 def recall_test(
@@ -51,17 +52,37 @@ def recall_test(
         UsageError: the model cannot be asked, or knows too little itself.
     """
     refuse_recall(manifest)
-    texts: dict[tuple[int, str], list[Any]] = {}
-    for batch in heldout:
-        ids = token_ids(manifest, batch.feeds)
-        texts.setdefault((batch.length, batch.group), []).extend(ids)
-    rows = rows_of_texts(texts, spelling_tokenizer(folder), seed)
+    rows = rows_of_texts(_texts(manifest, heldout), spelling_tokenizer(folder), seed)
     name = f"recall/{key_of({**known_by, 'seed': seed})}.json"
     known = work.load(name)
     if known is None:
         known = {"exact": hits(manifest, rows, exact)}
         work.save(name, known)
     return RecallTest(manifest, rows, tuple(tuple(row) for row in known["exact"]))
+
+
+def recall_samples(
+    manifest: Manifest, folder: Path, calibration: Sequence[Batch], *, seed: int
+) -> list[RecallSample]:
+    """Facts hidden in a calibration text of each length, for the errors of candidates."""
+    texts = _texts(manifest, calibration)
+    rows = rows_of_texts(texts, spelling_tokenizer(folder), seed, count=MEASURED_ROWS)
+    return [
+        RecallSample(
+            check_inputs(manifest.inputs, token_feeds(manifest, row.ids[None])),
+            # The token before predicts.
+            tuple(place - 1 for asked in row.asked for place in range(asked.start, asked.stop)),
+        )
+        for row in rows
+    ]
+
+
+def _texts(manifest: Manifest, batches: Sequence[Batch]) -> dict[tuple[int, str], list[Any]]:
+    texts: dict[tuple[int, str], list[Any]] = {}
+    for batch in batches:
+        ids = token_ids(manifest, batch.feeds)
+        texts.setdefault((batch.length, batch.group), []).extend(ids)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -98,18 +119,3 @@ def _with(score: Score, found: RecallKept) -> Score:
         metrics={**score.metrics, "recall": found.kept},
         errors={**score.errors, "recall": found.error},
     )
-
-
-def far_sighted(
-    sites: Sequence[AttentionSite], measured: Sequence[SiteMeasurement]
-) -> list[SiteMeasurement]:
-    """``measured`` without windows and linear attention, which cannot look one distant key up."""
-
-    def is_far_sighted(site: AttentionSite, candidate: Candidate) -> bool:
-        chosen = assignment_of(site, candidate.text, candidate.fitted)
-        return not isinstance(chosen.method.lower(site, chosen.params), HybridVariant)
-
-    return [
-        replace(found, candidates=tuple(c for c in found.candidates if is_far_sighted(site, c)))
-        for site, found in zip(sites, measured, strict=True)
-    ]

@@ -94,7 +94,7 @@ def _why(rank: int, site: SiteMeasurement, chosen: Candidate | None) -> str:
         saved = 1 - chosen.price / site.exact_price
         return (
             f"saves {saved:.0%} at a relative error of {chosen.error:.2g} in the "
-            f"{site.error_in}; predicted damage {site.damage(chosen):.2g}"
+            f"{site.error_in}; predicted damage {site.damage(chosen):.2g}{_recalled(chosen)}"
         )
     steps = steps_of(rank, site)
     if steps:
@@ -110,6 +110,11 @@ def _why(rank: int, site: SiteMeasurement, chosen: Candidate | None) -> str:
     return f"kept exact: no candidate. {reasons}"
 
 
+def _recalled(chosen: Candidate) -> str:
+    error = chosen.recall_error
+    return "" if error is None else f"; relative error where recall is asked for {error:.2g}"
+
+
 def _candidate(site: SiteMeasurement, candidate: Candidate) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "method": candidate.text,
@@ -117,6 +122,8 @@ def _candidate(site: SiteMeasurement, candidate: Candidate) -> dict[str, Any]:
         "price": _rounded(candidate.price),
         "predicted_damage": _rounded(site.damage(candidate)),
     }
+    if candidate.recall_error is not None:
+        entry["recall_error"] = _rounded(candidate.recall_error)
     if candidate.fitted is not None:
         entry["fitted"] = {
             name: [_rounded(x) for x in getattr(candidate.fitted, name)]

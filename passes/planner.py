@@ -5,10 +5,9 @@
    all hulls form one path from the exact model to the cheapest one.
 2. The last point of the path that keeps the budget is found by interpolation and bisection. Every
    point is judged by a run of the whole replaced model on held-out inputs, not by predictions.
-3. Where recall is what ends that, the same once more with candidates only that read distant keys
-   one by one: damage, a mean over all tokens, does not see what few of them need from far away.
-4. From the cheaper of the two, edges that the path had further on are tried one by one, and kept
-   where the budget still holds.
+   Where recall is limited, damage has a second part: the error where it is asked for.
+3. From there, edges that the path had further on are tried one by one, and kept where the budget
+   still holds.
 
 A limit counts as kept if it is kept with one standard error to spare, where one is known, on all
 held-out inputs together and on every kind of document. The run of a plan that clearly misses one of
@@ -26,7 +25,7 @@ from subquad.passes.calibrate.score import Figures, Score
 from subquad.runtime.budget import AT_LEAST, Budget
 
 REFINEMENTS = 6
-"""Runs of the last step, on each path."""
+"""Runs of the last step."""
 
 SPARE = 1.0
 """Standard errors with which a limit must be kept."""
@@ -124,7 +123,14 @@ def _parts(score: Score) -> dict[str, Figures]:
 
 @dataclass(frozen=True)
 class Step:
-    """An edge of one site's hull: from one candidate to the next cheaper one."""
+    """An edge of one site's hull: from one candidate to the next cheaper one.
+
+    Attributes:
+        rank: of the site.
+        candidate: the cheaper one.
+        saving: of price.
+        damage: that it does besides; see ``SiteMeasurement.harm``.
+    """
 
     rank: int
     candidate: Candidate
@@ -144,6 +150,7 @@ class Judged:
         choice: what it replaces.
         price: sum over all sites.
         predicted: sum of predicted damages.
+        harm: the same with what recall suffers; equal where it is not limited.
         score: of the run.
         misses: limits it does not keep.
     """
@@ -151,6 +158,7 @@ class Judged:
     choice: Choice
     price: float
     predicted: float
+    harm: float
     score: Score
     misses: tuple[str, ...]
 
@@ -184,7 +192,6 @@ def search(
     budget: PlanBudget,
     judge: Judge,
     *,
-    far_sighted: Sequence[SiteMeasurement] | None = None,
     refinements: int = REFINEMENTS,
 ) -> SearchResult:
     """Find the plan; ``judge`` runs one.
@@ -193,19 +200,10 @@ def search(
         sites: with all candidates.
         budget: what to keep.
         judge: runs a plan.
-        far_sighted: ``sites`` with those candidates only that read distant keys one by one. Where
-            recall is what stops the first path, theirs is searched as well.
-        refinements: runs of the last step on each path.
+        refinements: runs of the last step.
     """
     run = _Search(sites, budget, judge)
-    ahead = [run.bisect(path_of(sites))]
-    if far_sighted is not None and run.recall_is_missed:
-        before = run.best
-        beyond = run.bisect(path_of(far_sighted))
-        if run.best is not before:
-            ahead = [beyond, path_of(sites)]
-    for steps in ahead:
-        run.refine(steps, refinements)
+    run.refine(run.bisect(path_of(sites)), refinements)
     return run.result()
 
 
@@ -219,7 +217,7 @@ def path_of(sites: Sequence[SiteMeasurement]) -> list[Step]:
 def steps_of(rank: int, site: SiteMeasurement) -> list[Step]:
     """The hull of one site, from the exact attention to its cheapest candidate."""
     points = sorted(
-        (site.damage(candidate), candidate.price, number)
+        (site.harm(candidate), candidate.price, number)
         for number, candidate in enumerate(site.candidates)
         if candidate.price < site.exact_price
     )
@@ -265,7 +263,8 @@ def judge_choice(
         for rank, site in enumerate(sites)
     ]
     predicted = sum(site.damage(choice.get(rank)) for rank, site in enumerate(sites))
-    return Judged(dict(choice), sum(prices), predicted, score, tuple(budget.misses(score)))
+    harm = sum(site.harm(choice.get(rank)) for rank, site in enumerate(sites))
+    return Judged(dict(choice), sum(prices), predicted, harm, score, tuple(budget.misses(score)))
 
 
 class _Search:
@@ -275,11 +274,6 @@ class _Search:
         self._judge = judge
         self._judged: list[Judged] = []
         self.best = self._run({})
-
-    @property
-    def recall_is_missed(self) -> bool:
-        """Whether some plan keeps all limits but that on recall."""
-        return any(j.misses and j.score.metrics.get("recall") is not None for j in self._judged)
 
     def bisect(self, path: Sequence[Step]) -> list[Step]:
         """Longest prefix of the path that keeps the budget; what the path has beyond the next step.
@@ -334,7 +328,7 @@ class _Search:
         load = self._budget.load(judged.score)
         if not load > 0:
             return len(path)
-        return _reach(path, judged.predicted / load)
+        return _reach(path, judged.harm / load)
 
     def result(self) -> SearchResult:
         exact = sum(site.exact_price for site in self._sites)

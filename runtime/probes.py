@@ -220,16 +220,21 @@ def _token_spec(manifest: Manifest) -> InputSpec:
 
 
 def _logits(manifest: Manifest, run: Run, ids: NDArray[Any]) -> NDArray[Any]:
+    name = next(spec.name for spec in manifest.outputs if spec.is_logits)
+    return run(token_feeds(manifest, ids))[name]
+
+
+def token_feeds(manifest: Manifest, ids: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Inputs for tokens ``[rows, length]`` without padding, and without what came before."""
     feeds: dict[str, NDArray[Any]] = {}
     for spec in manifest.inputs:
         if spec.role == "past":
             continue  # empty
         if spec.role == "token_ids":
-            feeds[spec.name] = ids
+            feeds[spec.name] = ids.astype(spec.dtype, copy=False)
         elif spec.role == "padding_mask":
             feeds[spec.name] = np.ones(ids.shape, spec.dtype)
         else:
             rng = np.random.default_rng(0)  # not drawn from
             feeds[spec.name] = other_ids(spec, ids.shape, None, rng, random=False)
-    name = next(spec.name for spec in manifest.outputs if spec.is_logits)
-    return run(feeds)[name]
+    return feeds

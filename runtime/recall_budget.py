@@ -56,6 +56,8 @@ def rows_of_texts(
     texts: Mapping[tuple[int, str], Sequence[NDArray[np.int64]]],
     tokenizer: Tokenizer | None,
     seed: int,
+    *,
+    count: int | None = None,
 ) -> tuple[RecallRow, ...]:
     """Rows to ask, longest first; there, far facts are lost first.
 
@@ -64,11 +66,12 @@ def rows_of_texts(
             are used again, with other facts.
         tokenizer: spells facts; ``None`` = passages of tokens only.
         seed: draws the facts.
+        count: rows of every length; default: ``RECALL_ROWS``, at least one of every kind.
     """
     found = []
     for length in sorted({length for length, _ in texts}, reverse=True):
         kinds = [rows for (of, _), rows in texts.items() if of == length and len(rows)]
-        for number in range(max(RECALL_ROWS, len(kinds))):
+        for number in range(count or max(RECALL_ROWS, len(kinds))):
             rows = kinds[number % len(kinds)]
             text = np.asarray(rows[number // len(kinds) % len(rows)], np.int64)
             rng = np.random.default_rng([seed, 11, length, number])

@@ -22,6 +22,8 @@ class Candidate:
         errors: length -> relative error in the residual stream, of the worst kind of document.
         densities: length -> share of the visible key blocks that a selector keeps; 1 without one.
         price: sum over the lengths.
+        recall_error: relative error where rows ask for what stands far before, worst row; ``None``:
+            no row did.
         fitted: tensors of a method that is calibrated; kept apart from the JSON form.
     """
 
@@ -29,6 +31,7 @@ class Candidate:
     errors: Mapping[int, float]
     densities: Mapping[int, float]
     price: float
+    recall_error: float | None = None
     fitted: Fitted | None = field(default=None, compare=False)
 
     @property
@@ -42,6 +45,7 @@ class Candidate:
             "errors": {str(length): error for length, error in self.errors.items()},
             "densities": {str(length): value for length, value in self.densities.items()},
             "price": self.price,
+            "recall_error": self.recall_error,
         }
         return raw | ({} if self.fitted is None else {"fitted": self.fitted.facts()})
 
@@ -55,6 +59,7 @@ class Candidate:
             {int(length): error for length, error in raw["errors"].items()},
             {int(length): value for length, value in raw["densities"].items()},
             raw["price"],
+            raw["recall_error"],
             fitted,
         )
 
@@ -87,6 +92,16 @@ class SiteMeasurement:
         if candidate is None:
             return 0.0
         return (self.sensitivity or 0.0) * candidate.error**2
+
+    def harm(self, candidate: Candidate | None) -> float:
+        """What the search weighs against savings: damage, and the same of the recall error.
+
+        A mean over all tokens does not see what few of them need from far away.
+        """
+        if candidate is None:
+            return 0.0
+        recalled = (self.sensitivity or 0.0) * (candidate.recall_error or 0.0) ** 2
+        return self.damage(candidate) + recalled
 
     def to_json(self) -> dict[str, Any]:
         return {

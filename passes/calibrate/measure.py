@@ -5,7 +5,8 @@ The exact model runs once over the calibration inputs, layer by layer. At each a
 * the heads' statistics are taken, and every method names its candidates from them;
 * each candidate computes the attention; its error is the relative change of the residual stream
   after the output projection (heads whose projection is small are cheap to replace), on the kind
-  of document where it is largest;
+  of document where it is largest; and, where recall is limited, at the tokens of rows that ask for
+  what stands far before;
 * one candidate is followed to the end of the model on short inputs. Damage grows with the square
   of a small error, so this one run tells how much damage an error here does.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +53,19 @@ _TINY = 1e-300
 
 
 @dataclass(frozen=True)
+class RecallSample:
+    """A row that asks for what stands far before.
+
+    Attributes:
+        feeds: of one row.
+        positions: of the tokens whose outputs predict answers.
+    """
+
+    feeds: Mapping[str, NDArray[Any]]
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Question:
     """What is measured.
 
@@ -79,6 +94,7 @@ def measure_sites(
     calibration: Sequence[Batch],
     probes: Sequence[Batch],
     *,
+    recall: Sequence[RecallSample] = (),
     known: Mapping[int, SiteMeasurement],
     done: Callable[[int, SiteMeasurement], None],
 ) -> None:
@@ -89,6 +105,7 @@ def measure_sites(
         question: what to measure.
         calibration: at the user's lengths.
         probes: short inputs, followed to the end of the model.
+        recall: rows of which only the answers count.
         known: rank -> measured before.
         done: called with each new measurement.
     """
@@ -99,12 +116,13 @@ def measure_sites(
     def visit(rank: int, states: Sequence[State]) -> None:
         if rank in known:
             return
-        measuring = _Site(engine, question, rank, calibration, probes, scorer)
+        measuring = _Site(engine, question, rank, calibration, probes, recall, scorer)
         done(rank, measuring.run(states))
 
     # Sites beyond the last unknown one need no run.
     if len(known) < len(engine.split.sites):
-        engine.run([b.feeds for b in (*calibration, *probes)], {}, visit=visit)
+        rows = [item.feeds for item in (*calibration, *probes, *recall)]
+        engine.run(rows, {}, visit=visit)
 
 
 @dataclass(frozen=True)
@@ -120,8 +138,8 @@ class HeadCosts:
     work: NDArray[np.float64] | None
 
     def plus(self, errors: NDArray[np.float64], work: NDArray[np.float64] | None) -> HeadCosts:
-        if self.work is not None and work is not None:
-            work = self.work + work
+        if self.work is not None:
+            work = self.work if work is None else self.work + work
         return HeadCosts(self.errors + errors, work)
 
 
@@ -132,6 +150,11 @@ class _Exact:
     output: NDArray[np.float32]
     projected: NDArray[Any]
     stream: NDArray[Any] | None
+
+    @cached_property
+    def size(self) -> float:
+        """Squared norm of what errors are relative to."""
+        return _square(self.projected if self.stream is None else self.stream)
 
 
 def mix_levels(errors: NDArray[np.float64], work: NDArray[np.float64], limit: float) -> list[int]:
@@ -165,6 +188,7 @@ class _Site:
         rank: int,
         calibration: Sequence[Batch],
         probes: Sequence[Batch],
+        recall: Sequence[RecallSample],
         scorer: Scorer,
     ) -> None:
         self._engine = engine
@@ -174,6 +198,8 @@ class _Site:
         self._site = self._split_site.site
         self._calibration = calibration
         self._probes = probes
+        self._recall = recall
+        self._asking: list[tuple[State, _Exact]] = []
         self._scorer = scorer
         self._weight = self._projection_weight()
 
@@ -187,13 +213,11 @@ class _Site:
         return weight if weight.ndim == 2 and len(weight) == rows else None
 
     def run(self, states: Sequence[State]) -> SiteMeasurement:
-        count = len(self._calibration)
-        measured, probes = states[:count], states[count:]
+        count, followed = len(self._calibration), len(self._probes)
+        measured, probes = states[:count], states[count : count + followed]
         statistics = self._statistics(measured)
-        exact = []
-        for state in measured:
-            output = self._engine.attention(self._rank, state, None).output
-            exact.append(_Exact(output, *self._engine.project(self._rank, state, output)))
+        exact = [self._exact(state) for state in measured]
+        self._asking = [(state, self._exact(state)) for state in states[count + followed :]]
         candidates: list[Candidate] = []
         declined: dict[str, str] = {}
         for method in METHODS:
@@ -219,6 +243,10 @@ class _Site:
             candidates=tuple(candidates),
             declined=declined,
         )
+
+    def _exact(self, state: State) -> _Exact:
+        output = self._engine.attention(self._rank, state, None).output
+        return _Exact(output, *self._engine.project(self._rank, state, output))
 
     def _statistics(self, states: Sequence[State]) -> SiteStatistics:
         collector = StatisticsCollector(self._site)
@@ -274,7 +302,7 @@ class _Site:
             candidate, heads = made
             found.append(candidate)
             tried.append((params, heads))
-            if candidate.error < NEGLIGIBLE:
+            if max(candidate.error, candidate.recall_error or 0.0) < NEGLIGIBLE:
                 break
         found += self._mixes(method, tried, states, exact)
         found += self._some_heads(method, tried, states, exact)
@@ -386,17 +414,18 @@ class _Site:
         for batch, state, known in zip(self._calibration, states, exact, strict=True):
             result = self._engine.attention(self._rank, state, assignment)
             moved, _ = self._engine.project(self._rank, state, result.output)
-            base = known.projected if known.stream is None else known.stream
             sums = squares.setdefault((batch.length, batch.group), [0.0, 0.0])
             sums[0] += _square(moved - known.projected)
-            sums[1] += _square(base)
+            sums[1] += known.size
             work = None
             if result.kept is not None:
                 share = self._density(assignment, state, int(result.kept.sum()))
                 densities.setdefault(batch.length, []).append(share)
                 work = result.kept.astype(np.float64)
             change = self._head_errors(result.output - known.output)
-            heads = heads.plus(change / max(_square(base), _TINY), work)
+            heads = heads.plus(change / max(known.size, _TINY), work)
+        recall_error, of_heads = self._recall_errors(assignment)
+        heads = heads.plus(of_heads, None)
         means = {length: float(np.mean(shares)) for length, shares in densities.items()}
         price = self._price(assignment, means)
         if isinstance(price, Rejection):
@@ -405,7 +434,23 @@ class _Site:
         for (length, _), (change_sum, base_sum) in squares.items():
             error = math.sqrt(change_sum / base_sum) if base_sum else 0.0
             errors[length] = max(errors.get(length, 0.0), error)
-        return Candidate(text, errors, means, price, fitted), heads
+        return Candidate(text, errors, means, price, recall_error, fitted), heads
+
+    def _recall_errors(self, assignment: Assignment) -> tuple[float | None, NDArray[np.float64]]:
+        """As on other inputs, but of the tokens that predict answers; worst row, and by head."""
+        errors: list[float] = []
+        heads = np.zeros(self._site.num_heads)
+        for sample, (state, known) in zip(self._recall, self._asking, strict=True):
+            result = self._engine.attention(self._rank, state, assignment)
+            at = list(sample.positions)
+            output = known.output.copy()
+            output[:, :, at] = result.output[:, :, at]
+            moved, _ = self._engine.project(self._rank, state, output)
+            # As large as so many tokens are on average; not every layout tells them apart.
+            base = known.size * len(at) / output.shape[2]
+            errors.append(math.sqrt(_square(moved - known.projected) / max(base, _TINY)))
+            heads += self._head_errors(output - known.output) / max(base, _TINY)
+        return max(errors, default=None), heads
 
     def _head_errors(self, change: NDArray[np.float32]) -> NDArray[np.float64]:
         """Squared change of the projected output by each head alone, ``[heads]``.

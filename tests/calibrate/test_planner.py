@@ -174,36 +174,49 @@ def test_another_choice_is_taken_only_within_the_budget() -> None:
 
 
 class Forgetful(Truth):
-    """Every candidate that is the first of its site loses a tenth of the recall."""
+    """Recall falls with the squares of the recall errors."""
 
     def __call__(self, choice: Choice) -> Score:
         score = super().__call__(choice)
-        lost = sum(candidate.text == "m0" for candidate in choice.values())
-        recall = {"recall": 1.0 - 0.1 * lost}
+        lost = sum((candidate.recall_error or 0.0) ** 2 for candidate in choice.values())
+        recall = {"recall": 1.0 - lost}
         return Score({**score.metrics, **recall}, {**score.errors, "recall": 0.001}, score.damage)
 
 
-def test_recall_sends_the_search_to_what_looks_far() -> None:
-    """The first candidates do almost no damage, so that they are first on the path."""
-    sites = [site(rank, 1.0, [(0.001, 50), (0.1, 60)]) for rank in range(8)]
-    far = [replace(s, candidates=s.candidates[1:]) for s in sites]
+def forgetful_sites(count: int) -> list[SiteMeasurement]:
+    """The first candidate of each does almost no damage, but forgets; the second does not."""
+    return [
+        replace(
+            found,
+            candidates=tuple(
+                replace(candidate, recall_error=error)
+                for candidate, error in zip(found.candidates, (0.3, 0.01), strict=True)
+            ),
+        )
+        for found in (site(rank, 1.0, [(0.001, 50), (0.1, 60)]) for rank in range(count))
+    ]
+
+
+def test_what_forgets_comes_late_where_recall_is_limited() -> None:
     limits = PlanBudget(Budget.parse(["kl=1", "recall=95%"]))
-    stuck = search(sites, limits, Forgetful(sites))
-    assert not stuck.chosen.choice, "the path from the exact model goes over windows only"
-    found = search(sites, limits, Forgetful(sites), far_sighted=far)
+    sites = forgetful_sites(8)
+    found = search(sites, limits, Forgetful(sites))
     assert {c.text for c in found.chosen.choice.values()} == {"m1"}
     assert found.chosen.price == 8 * 60
-    # Where recall is kept, no run is spent on it.
-    truth = Truth(sites)
-    search(sites, PlanBudget(Budget.parse(["kl=1"])), truth, far_sighted=far)
-    assert truth.runs == 2
+    assert found.chosen.harm > found.chosen.predicted
+    # Without the errors, the cheapest candidates are first on the path, and nothing else is.
+    blind = [
+        replace(s, candidates=tuple(replace(c, recall_error=None) for c in s.candidates))
+        for s in sites
+    ]
+    assert [s.candidate.text for s in steps_of(0, blind[0])] == ["m0"]
+    assert [s.candidate.text for s in steps_of(0, sites[0])] == ["m1", "m0"]
 
 
 def test_single_steps_take_what_recall_can_spare() -> None:
-    sites = [site(rank, 1.0, [(0.001, 50), (0.1, 60)]) for rank in range(4)]
-    far = [replace(s, candidates=s.candidates[1:]) for s in sites]
+    sites = forgetful_sites(4)
     limits = PlanBudget(Budget.parse(["kl=1", "recall=85%"]))
-    found = search(sites, limits, Forgetful(sites), far_sighted=far)
+    found = search(sites, limits, Forgetful(sites))
     assert sorted(c.text for c in found.chosen.choice.values()) == ["m0", "m1", "m1", "m1"]
 
 

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 import exact_folder
-from sites import make_site
 from subquad.converter import recall_limit
 from subquad.converter.pipeline import convert
 from subquad.converter.plan_request import PlanRequest
 from subquad.converter.planning import convert_with_budget, plan_source
-from subquad.passes.calibrate.candidates import Candidate, SiteMeasurement
-from subquad.passes.calibrate.statistics import SiteStatistics
 from subquad.runtime.budget import Budget
 from subquad.runtime.errors import BudgetError, UsageError
 from subquad.runtime.recall_budget import RecallKept, RecallTest
@@ -124,23 +121,6 @@ def test_an_artifact_that_forgets_is_not_written(
     with pytest.raises(BudgetError, match="recall is 0.5, below the budget of 0.95"):
         convert_with_budget(DEMO_MODEL, tmp_path / "out", request_with, work=work)
     assert not (tmp_path / "out").exists()
-
-
-def test_windows_and_linear_attention_do_not_look_far() -> None:
-    texts = ("block_sparse:tau=0.9", "window:size=64,sinks=4", "elu")
-    site = make_site("a", right=0)
-    measured = SiteMeasurement(
-        name="a",
-        index=0,
-        exact_price=9.0,
-        sensitivity=1.0,
-        error_in="heads",
-        statistics=SiteStatistics(1, (0.0,), (0.0,), {}, {}),
-        candidates=tuple(Candidate(text, {64: 0.1}, {}, 1.0) for text in texts),
-        declined={},
-    )
-    (left,) = recall_limit.far_sighted([site], [measured])
-    assert [candidate.text for candidate in left.candidates] == [texts[0]]
 
 
 def test_a_model_that_recalls_nothing_is_refused_before_anything_is_measured(
