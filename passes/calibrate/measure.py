@@ -121,8 +121,8 @@ def measure_sites(
 
     # Sites beyond the last unknown one need no run.
     if len(known) < len(engine.split.sites):
-        rows = [item.feeds for item in (*calibration, *probes, *recall)]
-        engine.run(rows, {}, visit=visit)
+        rows = [batch.feeds for batch in (*calibration, *probes)]
+        engine.run([*rows, *(row.feeds for row in recall)], {}, visit=visit)
 
 
 @dataclass(frozen=True)
