@@ -57,10 +57,11 @@ def test_only_the_tokens_that_answer_count(exact: ExactFolder) -> None:
         rounding = 1e-6
         assert inside and all((c.recall_error or 0) < rounding < c.error for c in inside)
     for site in measured(exact, (LENGTH - 1, LENGTH - 2)):
-        for _, candidate in windows(site):
-            assert candidate.recall_error is not None
-            assert candidate.recall_error > candidate.error > 0
-            assert site.harm(candidate) > 2 * site.damage(candidate) > 0
+        for size, candidate in windows(site):
+            assert (candidate.recall_error or 0) > 1e-3
+            assert site.harm(candidate) > site.damage(candidate) > 0
+            if size == 256:  # which hides nothing from most tokens of the text
+                assert (candidate.recall_error or 0) > 2 * candidate.error
 
 
 def test_the_worst_row_counts(exact: ExactFolder) -> None:
