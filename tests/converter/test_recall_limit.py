@@ -73,7 +73,8 @@ def test_windows_that_perplexity_takes_are_refused_by_recall(
     assert 0 < windows(found) < len(found["sites"])
     measured = found["measured"]
     assert measured["metrics"]["recall"] - measured["standard_errors"]["recall"] >= 0.95
-    kept, replaced = [], []
+    kept: list[float] = []
+    replaced: list[float] = []
     for site in found["sites"]:
         worst = max(candidate["recall_error"] for candidate in site["candidates"])
         (kept if site["method"] == "dense" else replaced).append(worst)
