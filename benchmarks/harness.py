@@ -1,9 +1,10 @@
 """Times contestants in turns, and judges whether the machine was quiet.
 
 Machines are shared and clocks move, so nothing is timed on its own: in every round each contestant
-runs between two matrix products, in changing order. A round in which a matrix product was more
-than 15 % off their median is left out, and counted. What is reported are medians over rounds of
-ratios within rounds.
+runs between matrix products, in changing order. Its reference is the median of several products
+before and after it, its sample the median of several runs: an interruption of a few milliseconds
+moves neither. A round in which a reference was more than 15 % off the median of all is left out,
+and counted. What is reported are medians over rounds of ratios within rounds.
 
 Contestants live in child processes (``child.py``): one with ONNX Runtime, one with torch, one for
 each whole model. A contestant that fails takes only itself out. Nothing of ours is timed unless it
@@ -33,17 +34,21 @@ from subquad.runtime.machine import available_bytes
 HERE = Path(__file__).resolve().parent
 
 GEMM_SIZE = 1024
-GEMM_CALLS = 2
 GEMM_DEVIATION = 0.15
-"""A round whose matrix products are further off the median does not count."""
-GEMM_SHARE, GEMM_SAMPLES = 0.005, 25
-"""After a run of a minute, a product of 20 ms says little about that minute: up to so many samples
-are taken, for this share of the run's time, and their median is the product's time."""
+"""A round with a reference further off the median does not count, nor one whose products before and
+after runs differ by twice that: as far as references may."""
+GEMM_LEAST, GEMM_SHARE, GEMM_MOST = 5, 0.02, 101
+"""Matrix products before a run, and again after it: beside a run of a minute, 50 ms of products say
+little about that minute, so they take at least this share of a run's time, up to so many."""
 LONG_ROUND = 30.0
 """Seconds from which on every round is reported."""
 
 SAMPLE_SECONDS = 0.005
-"""Shorter runs are repeated within one sample."""
+"""Shorter runs are repeated within one timing."""
+
+TIMINGS, TIMINGS_BELOW = 3, 0.1
+"""A sample is the median of so many timings, where a run takes fewer seconds than this: longer ones
+even out interruptions by themselves."""
 
 CASE_SECONDS = 2.0
 """A case gets more rounds than asked for while it took less."""
@@ -133,7 +138,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One round: seconds of each contestant, and of the matrix products around it."""
+    """One round.
+
+    Attributes:
+        seconds: of each contestant.
+        gemm: the reference of each: seconds of a matrix product.
+        all_gemm: medians of the products before, between and after contestants.
+    """
 
     seconds: Mapping[str, float]
     gemm: Mapping[str, float]
@@ -323,7 +334,8 @@ def _attempt(
         else facts[item.label]["seconds"]
         for item in contestants
     }
-    round_seconds = sum(max(value, SAMPLE_SECONDS) for value in seconds.values())
+    timings = {label: TIMINGS if s < TIMINGS_BELOW else 1 for label, s in seconds.items()}
+    round_seconds = sum(timings[label] * max(s, SAMPLE_SECONDS) for label, s in seconds.items())
     needed = round_seconds * settings.rounds
     left -= time.monotonic() - started
     if needed > left:
@@ -333,35 +345,32 @@ def _attempt(
     spec = {"kind": "gemm", "size": GEMM_SIZE, "threads": case.threads}
     gemm.ask("GEMM", "open", spec=spec)
 
-    def multiply(samples: int = 1) -> float:
-        times = [
-            float(gemm.ask("GEMM", "time", repeat=GEMM_CALLS, clock=settings.clock)["seconds"])
-            for _ in range(samples)
-        ]
-        return statistics.median(times)
+    def multiply(products: int) -> list[float]:
+        return _times(gemm, "GEMM", products, 1, settings)
 
-    multiply()
-    samples = gemm_samples(round_seconds / len(contestants), multiply())
+    multiply(1)
+    mean = sum(seconds.values()) / len(seconds)
+    products = products_beside(mean, statistics.median(multiply(GEMM_LEAST)))
     repeat = {label: max(1, round(SAMPLE_SECONDS / max(s, 1e-7))) for label, s in seconds.items()}
     rows: list[Row] = []
     stop = time.monotonic() + left
     begun = time.monotonic()
     while _more(rows, settings, time.monotonic() - begun, stop - time.monotonic()):
         turn = len(rows) % len(contestants)
-        before = multiply(samples)
-        got, around, all_gemm = {}, {}, [before]
+        before = multiply(products)
+        got, around, all_gemm = {}, {}, [statistics.median(before)]
         for item in [*contestants[turn:], *contestants[:turn]]:
-            answer = process(item).ask(
-                item.label, "time", repeat=repeat[item.label], clock=settings.clock
-            )
-            after = multiply(samples)
-            got[item.label], around[item.label] = answer["seconds"], (before + after) / 2
-            all_gemm.append(after)
+            label = item.label
+            times = _times(process(item), label, timings[label], repeat[label], settings)
+            after = multiply(products)
+            got[label] = statistics.median(times)
+            around[label] = statistics.median(before + after)
+            all_gemm.append(statistics.median(after))
             before = after
         rows.append(Row(got, around, tuple(all_gemm)))
         if round_seconds > LONG_ROUND:
-            times = ", ".join(f"{label} {value:.2f} s" for label, value in got.items())
-            progress(f"round {len(rows)}, {sum(steady(rows))} count: {times}")
+            shown = ", ".join(f"{label} {value:.2f} s" for label, value in got.items())
+            progress(f"round {len(rows)}, {sum(steady(rows))} count: {shown}")
     gemm.ask("GEMM", "close")
     _close(contestants, process)
     return _statistics(case, contestants, rows, errors, facts)
@@ -377,9 +386,19 @@ def _more(rows: Sequence[Row], settings: Settings, spent: float, left: float) ->
     return spent < CASE_SECONDS and kept < 3 * settings.rounds
 
 
-def gemm_samples(seconds: float, product: float) -> int:
-    """How many samples of a matrix product stand beside a run of so many seconds."""
-    return min(GEMM_SAMPLES, max(1, int(GEMM_SHARE * seconds / (GEMM_CALLS * product))))
+def _times(
+    process: Process, label: str, timings: int, repeat: int, settings: Settings
+) -> list[float]:
+    """Seconds of one run, so many times, each the mean of ``repeat`` runs."""
+    return [
+        float(process.ask(label, "time", repeat=repeat, clock=settings.clock)["seconds"])
+        for _ in range(timings)
+    ]
+
+
+def products_beside(seconds: float, product: float) -> int:
+    """How many matrix products stand before and after a run of so many seconds."""
+    return min(GEMM_MOST, max(GEMM_LEAST, int(GEMM_SHARE * seconds / product)))
 
 
 def _close(contestants: Sequence[Contestant], process: Callable[[Contestant], Process]) -> None:
@@ -423,12 +442,14 @@ def _judge_error(item: Contestant, error: float | None) -> None:
 
 
 def steady(rows: Sequence[Row]) -> list[bool]:
-    """Whether the matrix products of each round were near their median."""
+    """Whether the references of each round were near the median of all, and steady in the round."""
     if not rows:
         return []
-    middle = statistics.median(value for row in rows for value in row.all_gemm)
+    middle = statistics.median(value for row in rows for value in row.gemm.values())
     return [
-        all(abs(value / middle - 1) <= GEMM_DEVIATION for value in row.all_gemm) for row in rows
+        all(abs(value / middle - 1) <= GEMM_DEVIATION for value in row.gemm.values())
+        and max(row.all_gemm) - min(row.all_gemm) <= 2 * GEMM_DEVIATION * middle
+        for row in rows
     ]
 
 
@@ -444,7 +465,7 @@ def _statistics(
     used = kept or list(rows)
     first = contestants[0].label
     gemm_flops = 2.0 * GEMM_SIZE**3
-    gemm = [value for row in rows for value in row.all_gemm]
+    gemm = [value for row in rows for value in row.gemm.values()]
     middle = statistics.median(gemm)
     table = []
     for item in contestants:

@@ -14,6 +14,7 @@ import harness
 from harness import Case, Contestant, ContestantFailed, Pool, Row, Settings, WrongResult
 
 GEMM = 0.02
+PRODUCTS = harness.GEMM_LEAST
 OUTPUT = np.ones((1, 2, 4, 3))
 
 
@@ -75,16 +76,36 @@ def measure(process: Scripted, case: Case = CASE, **settings: Any) -> dict[str, 
 
 
 def test_long_runs_have_more_samples_of_the_product_beside_them() -> None:
-    assert harness.gemm_samples(0.1, GEMM) == 1
-    assert harness.gemm_samples(16.0, GEMM) == 2
-    assert harness.gemm_samples(60.0, GEMM) == 7
-    assert harness.gemm_samples(3600.0, GEMM) == harness.GEMM_SAMPLES
+    assert harness.products_beside(0.1, GEMM) == harness.GEMM_LEAST
+    assert harness.products_beside(16.0, GEMM) == 16
+    assert harness.products_beside(60.0, GEMM) == 60
+    assert harness.products_beside(3600.0, GEMM) == harness.GEMM_MOST
 
 
-def test_one_slow_product_beside_a_long_run_costs_no_round() -> None:
-    process = Scripted({"ours": 60.0, "rival": 60.0}, [GEMM] * 22 + [3 * GEMM])
-    result = measure(process, rounds=1, left=1000.0)
-    assert result["rounds_kept"] == result["rounds"]
+@pytest.mark.parametrize(("slow", "counts"), [(4, True), (5, False)])
+def test_a_minority_of_slow_products_costs_no_round(slow: int, counts: bool) -> None:
+    # Before and after the first run of the first round, behind a warm-up and an estimate.
+    before = [3 * GEMM] * 2 + [GEMM] * (PRODUCTS - 2)
+    after = [3 * GEMM] * (slow - 2) + [GEMM] * (PRODUCTS - slow + 2)
+    gemm = [GEMM] * (1 + PRODUCTS) + before + after
+    result = measure(Scripted({"ours": 0.01, "rival": 0.04}, gemm))
+    assert result["rounds"] - result["rounds_kept"] == (0 if counts else 1)
+
+
+def test_one_slow_timing_of_three_moves_no_sample() -> None:
+    # One run each to see how long it takes; then ours is interrupted once in the first round.
+    slowdown = [1, 1] + [1, 50, 1]
+    result = measure(Scripted({"ours": 0.01, "rival": 0.04}, slowdown=slowdown), rounds=1)
+    (_, rival) = result["contestants"]
+    assert rival["ratio_quartiles"] == pytest.approx([0.25, 0.25])
+
+
+def test_long_runs_are_timed_once_a_round() -> None:
+    process = Scripted({"ours": 0.2, "rival": 0.04})
+    result = measure(process, rounds=1)
+    times = [label for do, label in process.asked if do == "time"]
+    assert times.count("ours") == 1 + result["rounds"]
+    assert times.count("rival") == 1 + harness.TIMINGS * result["rounds"]
 
 
 def test_ratios_are_paired_and_rates_relative_to_the_product() -> None:
@@ -104,22 +125,24 @@ def test_order_changes_every_round() -> None:
     process = Scripted({"ours": 0.01, "rival": 0.04})
     measure(process)
     runs = [label for do, label in process.asked if do == "time" and label != "GEMM"][2:]
-    assert runs[:6] == ["ours", "rival", "rival", "ours", "ours", "rival"]
+    assert runs[:: harness.TIMINGS][:6] == ["ours", "rival", "rival", "ours", "ours", "rival"]
 
 
-def test_rounds_with_an_unsteady_product_are_left_out_and_counted() -> None:
-    # One warm-up, then three products a round; the second round is disturbed, and ours with it.
-    gemm = [GEMM] * 4 + [GEMM, 2 * GEMM, GEMM]
-    slowdown = [1, 1] + [1, 1] + [1, 50]
+def test_rounds_with_an_unsteady_reference_are_left_out_and_counted() -> None:
+    # Warm-up and estimate, then products at three places a round; in the second round those in the
+    # middle are disturbed, and the run before them.
+    gemm = [GEMM] * (1 + PRODUCTS + 4 * PRODUCTS) + [2 * GEMM] * PRODUCTS
+    slowdown = [1, 1] + [1] * 2 * harness.TIMINGS + [50] * harness.TIMINGS
     result = measure(Scripted({"ours": 0.01, "rival": 0.04}, gemm, slowdown))
     assert result["rounds"] - result["rounds_kept"] == 1
-    assert result["gemm_spread"] == pytest.approx(1.0)
+    # Half of the products before and after each run of that round.
+    assert result["gemm_spread"] == pytest.approx(0.5)
     (_, rival) = result["contestants"]
     assert rival["ratio_quartiles"] == pytest.approx([0.25, 0.25])
 
 
 def test_a_machine_that_is_never_quiet_ends_after_twice_the_rounds() -> None:
-    gemm = [GEMM * (1 + number % 2) for number in range(1000)]
+    gemm = [GEMM * (1 + number // PRODUCTS % 2) for number in range(1000)]
     result = measure(Scripted({"ours": 0.01, "rival": 0.04}, gemm))
     assert (result["rounds"], result["rounds_kept"]) == (20, 0)
     assert result["contestants"][1]["ours_over_this"] == pytest.approx(0.25)
@@ -192,6 +215,12 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
 
 
 def test_steady_rounds() -> None:
-    rows = [Row({}, {}, (GEMM, GEMM * factor)) for factor in (1.0, 1.14, 1.16, 0.84)]
+    def row(factor: float, *stands: float) -> Row:
+        return Row({}, {"ours": GEMM, "rival": GEMM * factor}, tuple(GEMM * f for f in stands))
+
+    rows = [row(factor, 1.0) for factor in (1.0, 1.14, 1.16, 0.84)]
     assert harness.steady(rows) == [True, True, False, False]
+    # A machine that is slow for one stop only moves a reference by half of that.
+    rows = [row(1.0, 1.0, slow, 1.0) for slow in (1.0, 1.29, 1.31)]
+    assert harness.steady(rows) == [True, True, False]
     assert harness.steady([]) == []
