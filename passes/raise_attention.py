@@ -214,7 +214,7 @@ class _Raiser:
         ranks = [len(self._interpreter.tensor(bias.value).shape) for bias in candidate.biases]
         terms = tuple((bias.kind, rank) for bias, rank in zip(candidate.biases, ranks, strict=True))
         cache_key = (
-            *(variant, layout, broadcast, alignment, candidate.mask_axes),
+            *(variant, layout, broadcast, alignment, candidate.mask_axes, candidate.output_perm),
             *(terms, slopes, columns),
         )
         if cache_key in self._pieces:
@@ -256,8 +256,7 @@ class _Raiser:
                 shared, sink_logits=builder.sink_logits(sinks, logits, variant.num_heads)
             )
         output = builder.attention(variant, query, key, value, shared, name="probe")
-        if candidate.query.heads:
-            output = builder.packed(output)
+        output = _in_layout(builder, output, candidate)
         output.name = "output"
         graph = ir.Graph(
             inputs,
@@ -318,8 +317,7 @@ class _Raiser:
         )
         shared = self._shared_inputs(builder, query, key, proved)
         output = builder.attention(proved.variant, query, key, value, shared, name)
-        if candidate.query.heads:
-            output = builder.packed(output)
+        output = _in_layout(builder, output, candidate)
         old = candidate.output
         producer = old.producer()
         assert producer is not None
@@ -414,6 +412,16 @@ def _variant_of(candidate: Candidate, mask: MaskPredicate) -> ExactVariant:
         score_function=candidate.score_function,
         score_offset=candidate.score_offset,
     )
+
+
+def _in_layout(builder: NodeBuilder, output: ir.Value, candidate: Candidate) -> ir.Value:
+    """The result of a node with the axes that the source's has."""
+    if candidate.query.heads:
+        return builder.packed(output)
+    if candidate.output_perm is None:
+        return output
+    perm = [candidate.output_perm.index(axis) for axis in range(len(candidate.output_perm))]
+    return builder.op("Transpose", output, perm=perm)
 
 
 def _counts_constants(candidate: Candidate) -> bool:

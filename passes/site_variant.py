@@ -24,6 +24,7 @@ def linear_variant(
         has_key_mask=mask.key_padding,
         normaliser=form.normaliser,
         epsilon=form.epsilon,
+        least=form.least,
     )
 
 

@@ -33,7 +33,7 @@ def hybrid_body(body: Body, variant: HybridVariant, inputs: Inputs) -> ir.Value:
             return body("Mul", numerator, variant.scale)
         if variant.epsilon:
             denominator = body("Add", denominator, variant.epsilon)
-        return body("Div", numerator, body("Max", denominator, TINY))
+        return body("Div", numerator, body("Max", denominator, max(variant.least, TINY)))
     band = Band(
         variant.window_left,
         variant.window_right,

@@ -171,6 +171,7 @@ def _linear_part(variant: HybridVariant, loop: _Loop, parameters: HybridParamete
         min_tasks=parameters.min_tasks,
         shared=variant.mix == "shared",
         epsilon=variant.epsilon,
+        least=variant.least,
         factor=variant.scale if variant.normaliser == "none" else None,
     )
 

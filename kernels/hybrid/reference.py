@@ -90,8 +90,9 @@ def linear_attention(
     visible: NDArray[np.bool_],
     factor: float | None,
     epsilon: float,
+    least: float = 0.0,
 ) -> Array:
-    """``factor * sum r v`` over the keys a query sees, or ``sum r v / (epsilon + sum r)``.
+    """``factor * sum r v`` over visible keys, or ``sum r v / max(least, epsilon + sum r)``.
 
     Args:
         value: ``[batch, num_kv_heads, kv_len, value_dim]``.
@@ -103,4 +104,5 @@ def linear_attention(
     sums: Array = similarity @ np.repeat(value, group, axis=1)
     if factor is not None:
         return factor * sums
-    return divide_or_zero(sums, similarity.sum(axis=-1, keepdims=True) + epsilon)
+    total = similarity.sum(axis=-1, keepdims=True) + epsilon
+    return divide_or_zero(sums, np.maximum(total, least))

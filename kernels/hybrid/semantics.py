@@ -13,7 +13,7 @@ heads may differ in both, and in whether they have a linear part (``head_parts``
 
 Without exact keys the linear part stands alone, and may have another normaliser or none:
 
-    sum:     out = sum_R r v / (epsilon + sum_R r)
+    sum:     out = sum_R r v / max(least, epsilon + sum_R r)
     none:    out = scale * sum_R r v                  for feature maps that may be negative, too
 
 With decay, ``r`` is multiplied by ``exp(log_decay * distance)``, the distance in positions.
@@ -105,7 +105,7 @@ class HybridVariant:
         has_decay: whether input 8 is present.
         head_parts: a ``HeadPart`` (or its four numbers) per query head; then window, sinks and the
             presence of a linear part are those, not the fields above. Empty: heads do the same.
-        normaliser, epsilon: of a linear part that stands alone, see above.
+        normaliser, epsilon, least: of a linear part that stands alone, see above.
     """
 
     num_heads: int
@@ -126,6 +126,7 @@ class HybridVariant:
     head_parts: tuple[tuple[int, int, int, int], ...] = ()
     normaliser: Literal["sum", "none"] = "sum"
     epsilon: float = 0.0
+    least: float = 0.0
 
     def __post_init__(self) -> None:
         _ = self.heads
@@ -154,10 +155,13 @@ class HybridVariant:
             raise ValueError(
                 f"unknown normaliser {self.normaliser!r}; known: {', '.join(NORMALISERS)}"
             )
-        if self.epsilon < 0 or (self.epsilon and self.normaliser == "none"):
-            raise ValueError(f"epsilon must be 0 or more, and belongs to a sum, got {self}")
+        limited = self.epsilon or self.least
+        if min(self.epsilon, self.least) < 0 or (limited and self.normaliser == "none"):
+            raise ValueError(
+                f"epsilon and least must be 0 or more, and belong to a sum, got {self}"
+            )
         alone = feature_map is not None and not exact and not self.head_parts
-        if (self.epsilon or self.normaliser == "none") and not alone:
+        if (limited or self.normaliser == "none") and not alone:
             raise ValueError(f"only a linear part that stands alone has its normaliser, got {self}")
         if feature_map is not None and feature_map.is_signed and self.normaliser != "none":
             raise ValueError(f"a sum of features that may be negative is no normaliser, got {self}")
@@ -240,6 +244,8 @@ class HybridVariant:
             parts.append("unnormalised")
         if self.epsilon:
             parts.append(f"eps{number_label(self.epsilon)}")
+        if self.least:
+            parts.append(f"least{number_label(self.least)}")
         if self.has_decay:
             parts.append("decay")
         if self.has_key_mask:
@@ -286,6 +292,7 @@ class HybridVariant:
             *(("head_parts",) if self.head_parts else ()),
             *(("normaliser",) if self.normaliser != "sum" else ()),
             *(("epsilon",) if self.epsilon else ()),
+            *(("least",) if self.least else ()),
         )
 
     def build_function(self) -> ir.Function:
@@ -332,10 +339,12 @@ class HybridVariant:
             exact = self._exact_keys(part, shape, query_positions, key_positions)
             used = weights if part.linear else None
             remainder = allowed & ~exact
-            if self.normaliser == "none" or self.epsilon:
+            if self.normaliser == "none" or self.epsilon or self.least:
                 assert weights is not None
                 factor = self.scale if self.normaliser == "none" else None
-                outputs[part] = linear_attention(v, weights, remainder, factor, self.epsilon)
+                outputs[part] = linear_attention(
+                    v, weights, remainder, factor, self.epsilon, self.least
+                )
                 continue
             outputs[part] = hybrid_attention(q, k, v, used, allowed & exact, remainder, self.scale)
         heads = [outputs[part][:, head] for head, part in enumerate(self.parts)]

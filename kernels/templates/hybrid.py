@@ -52,7 +52,7 @@ class LinearPart:
         skipped_sinks: positions ``0 .. skipped_sinks - 1`` are not counted.
         min_tasks: with fewer (batch, head) pairs the sequence is cut into segments.
         shared: the ``shared`` mix.
-        epsilon, factor: of a part that stands alone, see ``LinearPanels.normalise``.
+        epsilon, least, factor: of a part that stands alone, see ``LinearPanels.normalise``.
     """
 
     tile: LinearTile
@@ -62,6 +62,7 @@ class LinearPart:
     min_tasks: int
     shared: bool = False
     epsilon: float = 0.0
+    least: float = 0.0
     factor: float | None = None
 
 
@@ -325,7 +326,7 @@ class _Chunks:
                         linear.merge_into(self.exact, p, self._gain(row))
                     else:
                         part = self.segments.part
-                        linear.normalise(p, part.epsilon, part.factor)
+                        linear.normalise(p, part.epsilon, part.least, part.factor)
                         rows.write_output(linear.sums_buffer, p, row, panel)
         if self.exact is not None:
             self.exact.finish(first_row)

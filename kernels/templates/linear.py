@@ -413,11 +413,12 @@ class LinearPanels:
                 kept.append(T.Select(counted, similarity, constant(0.0, lanes)))
             panel.store(self.similarity, kept, j)
 
-    def normalise(self, p: Expr, epsilon: float, factor: float | None) -> None:
+    def normalise(self, p: Expr, epsilon: float, least: float, factor: float | None) -> None:
         """Numerators divided by denominators, in place; zeros where nothing was counted.
 
         Args:
             epsilon: added to the denominators.
+            least: what they are at least.
             factor: multiplies the numerators instead; ``None``: does not.
         """
         panel = self.tile.panel
@@ -425,9 +426,9 @@ class LinearPanels:
         if factor is not None:
             inverse = panel.fill(factor)
         else:
-            least, more = constant(1e-30, panel.lanes), constant(epsilon, panel.lanes)
+            floor, more = (constant(x, panel.lanes) for x in (max(least, 1e-30), epsilon))
             inverse = [
-                bind(constant(1.0, panel.lanes) / T.max(total + more, least))
+                bind(constant(1.0, panel.lanes) / T.max(total + more, floor))
                 for total in panel.load(self.sums_buffer, p, index(dims))
             ]
         with T.serial(index(dims)) as e:

@@ -53,6 +53,9 @@ class Candidate:
         sinks: one more logit in the softmax.
         score_function, score_offset: as in ``AttentionVariant``.
         linear: weights are products of features; ``None``: they are not.
+        features_of_source: query and key are features that the source computed, never negative.
+        output_perm: where the axes ``[batch, heads, length, dim]`` are in ``output``; ``None``: in
+            that order.
     """
 
     form: Form
@@ -73,6 +76,8 @@ class Candidate:
     score_function: ScoreFunction = "softmax"
     score_offset: float = 0.0
     linear: LinearForm | None = None
+    features_of_source: bool = False
+    output_perm: tuple[int, ...] | None = None
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:

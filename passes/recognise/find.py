@@ -61,7 +61,7 @@ def find_candidates(
     spelled = {node for twin in twins.values() if isinstance(twin, Twin) for node in twin.nodes}
     others = list(unnormalised_attention(model.graph))
     sigmoids = {other.sigmoid for other in others if other.sigmoid is not None}
-    linear = {c.anchor: c for c in linear_products(model.graph, interpreter)}
+    linear = dict(linear_products(model.graph, interpreter))
     found: list[Candidate | Rejection] = []
     for node in model.graph:
         known = node in linear or node in sigmoids
@@ -69,6 +69,8 @@ def find_candidates(
             continue
         try:
             candidate = linear.get(node) or _read(node, interpreter, twins.get(node))
+            if isinstance(candidate, OpaqueError):
+                raise candidate
             check_operands(candidate, interpreter)
             found.append(candidate)
         except OpaqueError as error:

@@ -49,8 +49,9 @@ _PADDING_TESTS: tuple[tuple[PaddingTest, Callable[[int], bool]], ...] = (
 # Values of an input besides 0 and 1 that are tried, with those the mask compares with.
 _OTHER_VALUES = (-1, *range(2, 12), 255)
 
-MaskKind: TypeAlias = Literal["visible", "hidden", "additive", "factor"]
-"""How a mask acts: by its truth, added to scores, or (on weights without a sum) as 0 or 1."""
+MaskKind: TypeAlias = Literal["visible", "hidden", "additive", "factor", "decay"]
+"""How a mask acts: by its truth, added to scores, or (on weights without a sum) as 0 or 1; a decay
+multiplies weights by 0 or by what falls with the distance."""
 Mask: TypeAlias = tuple[ir.Value, MaskKind]
 
 
@@ -164,6 +165,18 @@ def _part_visible(term: Term, kind: MaskKind, values: Mapping[Atom, Number]) -> 
     if value <= HIDDEN_BELOW:
         return False
     raise OpaqueError(f"adds {value:g} to scores: a bias, not a mask")
+
+
+def zero_or_one(term: Term) -> bool:
+    """Whether a term is 0 or 1 whatever its atoms are.
+
+    Raises:
+        OpaqueError: its value depends on a position itself.
+    """
+    variables = atoms(term)
+    if len(variables) > _MAX_ATOMS or count_functions(term) << len(variables) > _MAX_EVALUATIONS:
+        raise OpaqueError(f"a mask over {len(variables)} different conditions")
+    return all(evaluate(term, row) in (0, 1) for row in _assignments(variables))
 
 
 def _assignments(variables: Sequence[Atom]) -> list[dict[Atom, Number]]:

@@ -374,9 +374,10 @@ def _spreads_of_features(form: LinearForm, dims: int) -> tuple[_Spread, ...]:
     """
     if form.normaliser == "none":
         return (_Spread(1.0),)
+    limit = math.sqrt((form.least or form.epsilon or 1e-6) / dims)
     if form.feature_map == "elu":
-        return _Spread(1.0), _Spread(0.3, math.log(0.02))
-    return _Spread(1.0), _Spread(math.sqrt((form.epsilon or 1e-6) / dims))
+        return _Spread(1.0), _Spread(0.3, math.log(min(max(0.02, form.least and limit), 1.0)))
+    return _Spread(1.0), _Spread(limit)
 
 
 def _seen(
@@ -388,9 +389,8 @@ def _seen(
     """
     pairs = visible_pairs(question.derived.predicate, point)[:, None]
     candidate = question.candidate
-    divided = candidate.linear is None or candidate.linear == LinearForm(
-        candidate.linear.feature_map, "sum"
-    )
+    form = candidate.linear
+    divided = form is None or (form.normaliser == "sum" and not (form.epsilon or form.least))
     if candidate.sinks is not None or candidate.score_function == "sigmoid" or not divided:
         return np.ones(pairs.shape[:3], dtype=bool)
     for bias, array in zip(question.candidate.biases, biases, strict=True):
@@ -430,7 +430,9 @@ def _of_rows(
     question: Question, point: ProbePoint, rows: NDArray[np.bool_], output: NDArray[Any]
 ) -> NDArray[Any]:
     """Some rows of an output of either layout."""
-    sizes = question.candidate.sizes
+    sizes, perm = question.candidate.sizes, question.candidate.output_perm
+    if perm is not None:
+        output = output.transpose(perm)
     if question.candidate.query.heads:
         packed = (point.batch, point.query_len, sizes.num_heads, sizes.value_dim)
         output = output.reshape(packed).swapaxes(1, 2)
@@ -490,6 +492,8 @@ def _random_operands(
             int(dims[3].constant),
         )
         array = (rng.standard_normal(shape) * drawn.std + drawn.mean).astype(np.float32)
+        if candidate.features_of_source:
+            array = np.abs(array)
         known[operand.value] = _as_stored(array, operand)
     return [known[operand.value] for operand in operands]
 

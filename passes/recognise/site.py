@@ -95,12 +95,17 @@ class LinearForm:
     feature_map: str
     normaliser: Literal["sum", "none"]
     epsilon: float = 0.0
+    least: float = 0.0
 
     def describe(self) -> str:
         parts = [f"linear ({self.feature_map})"]
         if self.normaliser == "none":
             parts.append("no normaliser")
-        return ", ".join(parts + ([f"epsilon {self.epsilon:g}"] if self.epsilon else []))
+        if self.epsilon:
+            parts.append(f"epsilon {self.epsilon:g}")
+        if self.least:
+            parts.append(f"divided by {self.least:g} at least")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)

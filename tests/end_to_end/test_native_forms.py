@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
 from numpy.typing import NDArray
 
 import subquad
 import tiny_onnx
+from subquad.cli import cli
 from subquad.converter.pipeline import ConversionReport, convert, inspect_source
 from subquad.kernels.host.build import missing_tools
 from subquad.runtime.errors import ReplacementError
@@ -123,6 +125,19 @@ def test_methods_for_softmax_decline(source: Path, tmp_path: Path, method: str) 
         convert(source, tmp_path / "out", force=(method,))
 
 
+def assert_required(source: Path) -> None:
+    """One site, which ``--require-sites`` counts like any other."""
+    for needed in ("1", "all"):
+        arguments = ["inspect", str(source), "--require-sites", needed]
+        assert CliRunner().invoke(cli, arguments).exit_code == 0, needed
+    result = CliRunner().invoke(cli, ["inspect", str(source), "--require-sites", "2"])
+    assert result.exit_code == ReplacementError.exit_code, result.output
+
+
+def test_sigmoid_sites_are_counted(source: Path) -> None:
+    assert_required(source)
+
+
 LINEAR = """
   heads = Constant<value_ints=[0, 0, 1, 1]>()
   kr = Gather<axis=1>(k, heads)
@@ -151,6 +166,7 @@ def test_linear_attention_is_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = tiny_onnx.save_tiny_decoder(tmp_path / "linear.onnx")
     (site,) = inspect_source(source).sites
     assert site["site"]["mask_text"] == "causal, key padding, linear (elu), epsilon 1e-06"
+    assert_required(source)
     report = convert(source, tmp_path / "out", kernels="none")
     assert report.sites[0]["operator"].startswith("HybridAttention:h4kv2d6v6_")
     result = validate(tmp_path / "out", lengths=(1, LENGTH), rows=3)

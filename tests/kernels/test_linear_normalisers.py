@@ -30,6 +30,8 @@ VARIANTS = [
     HybridVariant(*HEADS, 1.0, allowed_right=0, feature_map="relu", epsilon=1e-6),
     HybridVariant(*HEADS, 1.0, feature_map="elu", epsilon=0.25, has_key_mask=True),
     HybridVariant(*HEADS, 1.0, allowed_right=0, feature_map="elu", epsilon=1e-6, has_key_mask=True),
+    HybridVariant(*HEADS, 1.0, allowed_right=0, feature_map="relu", least=2.0, has_key_mask=True),
+    HybridVariant(*HEADS, 1.0, feature_map="elu", epsilon=0.25, least=40.0),
 ]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.overload)
 
@@ -63,8 +65,8 @@ def by_formula(variant: HybridVariant, case: Case) -> NDArray[np.float64]:
             sums += weight * case.value[b, group, j].astype(np.float64)
         if variant.normaliser == "none":
             output[b, h, i] = variant.scale * sums
-        elif total + variant.epsilon > 0:
-            output[b, h, i] = sums / (total + variant.epsilon)
+        elif max(total + variant.epsilon, variant.least) > 0:
+            output[b, h, i] = sums / max(total + variant.epsilon, variant.least)
     return output
 
 
@@ -106,7 +108,9 @@ def test_pieces_are_the_whole() -> None:
     [
         ({"feature_map": "identity"}, "may be negative is no normaliser"),
         ({"feature_map": "elu", "normaliser": "mean"}, "known: sum, none"),
-        ({"feature_map": "elu", "normaliser": "none", "epsilon": 1e-6}, "belongs to a sum"),
+        ({"feature_map": "elu", "normaliser": "none", "epsilon": 1e-6}, "belong to a sum"),
+        ({"feature_map": "elu", "normaliser": "none", "least": 1e-6}, "belong to a sum"),
+        ({"feature_map": "elu", "least": -1.0}, "must be 0 or more"),
         (
             {"feature_map": "elu", "epsilon": 1e-6, "window_left": 3, "window_right": 0},
             "stands alone",

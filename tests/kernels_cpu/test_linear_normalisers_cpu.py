@@ -18,7 +18,7 @@ SOME = [
     HybridVariant(
         *HEADS, 0.3, allowed_right=0, feature_map="identity", normaliser="none", has_key_mask=True
     ),
-    HybridVariant(*HEADS, 1.0, feature_map="relu", epsilon=0.25, has_key_mask=True),
+    HybridVariant(*HEADS, 1.0, feature_map="relu", epsilon=0.25, least=2.0, has_key_mask=True),
 ]
 OTHERS = [
     HybridVariant(

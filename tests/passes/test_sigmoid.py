@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from masked_attention import only_site, raised
 from onnx_graphs import BOOL, FLOAT, INT64, Graph, Runner
+from subquad.kernels.operator import UNLIMITED
 from subquad.passes.recognise import sigmoid
 
 B, N = "batch", "length"
@@ -364,7 +365,7 @@ def test_a_float_that_is_added_is_a_mask_beside_a_factor() -> None:
     assert only_site(result).mask.describe() == "causal, key padding"
 
 
-@pytest.mark.parametrize("what", ["offset", "scale", "function", "mask"])
+@pytest.mark.parametrize("what", ["offset", "scale", "function"])
 def test_a_wrong_reading_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe of the node sees an error of one percent, whoever makes it."""
     import dataclasses
@@ -377,18 +378,54 @@ def test_a_wrong_reading_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) 
             return dataclasses.replace(read, score_offset=read.score_offset * 1.01)
         if what == "scale":
             return dataclasses.replace(read, scale=read.scale * 1.01)
-        if what == "mask":
-            return dataclasses.replace(read, value=dataclasses.replace(read.key))
         return dataclasses.replace(read, score_function="softmax", score_offset=0.0)
 
     monkeypatch.setattr("subquad.passes.raise_attention.without_offset", wrong)
     model = model_of(add(-3.0), MASKED["factor"][1])
-    if what == "mask":
-        with pytest.raises(AssertionError):
-            only_site(raised(model)[1])
-        return
     _, result = raised(model)
     assert not result.sites and "differs from the source" in result.rejections[0].reason
+
+
+KEPT = ["causal", "padding", "nothing"]
+
+
+def reason_with_a_wrong_mask(kept: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Why a site is declined whose mask is derived to hide less than it does."""
+    import dataclasses
+
+    from subquad.passes.recognise import bias
+    from subquad.passes.recognise.mask import derive_mask as real_derivation
+
+    def wrong(*args: Any, **more: Any) -> Any:
+        derived = real_derivation(*args, **more)
+        predicate = derived.predicate
+        if kept != "causal":
+            predicate = dataclasses.replace(predicate, window_right=UNLIMITED)
+        if kept != "padding":
+            predicate = dataclasses.replace(predicate, key_padding=False)
+        return dataclasses.replace(derived, predicate=predicate)
+
+    model = model_of(add(-3.0), MASKED["factor"][1])
+    assert only_site(raised(model)[1]).mask.describe() == "causal, key padding"
+    monkeypatch.setattr(bias, "derive_mask", wrong)
+    _, result = raised(model)
+    assert not result.sites
+    return result.rejections[0].reason
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_wrong_mask_is_refused(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = reason_with_a_wrong_mask(kept, monkeypatch)
+    assert "the mask of the graph differs from the derived one" in reason
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_probe_of_the_node_sees_a_wrong_mask(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing compares the mask itself."""
+    monkeypatch.setattr("subquad.passes.raise_attention.probe_masks", lambda question: 1)
+    assert "differs from the source" in reason_with_a_wrong_mask(kept, monkeypatch)
 
 
 def test_gates_are_no_attention() -> None:
