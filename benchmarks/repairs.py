@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import tempfile
 import time
@@ -30,10 +31,17 @@ from planned import ROOT, articles, sources, subquad, write_texts
 
 import third_party  # isort: skip  (its folder is on the path by then)
 
+Flags = tuple[str | Path, ...]
+
 DEMO = ROOT / "examples" / "demo_model"
 LENGTH = 1024
 METHOD = "lolcats:size=64,sinks=4"
-DISTIL = "rank=16,steps=100,learning_rate=0.005"
+DISTIL = {
+    "demo": "rank=32,steps=500,learning_rate=0.005",
+    "minilm": "rank=16,steps=100,learning_rate=0.005",
+}
+DISTIL_TOKENS = "524288"
+"""Of the demo model."""
 ENCODER_LENGTH = 512
 LEE_TOKENS = 384
 ROUNDS = 15
@@ -66,9 +74,9 @@ def demo(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         (data / f"code{number:02}.txt").write_text(text, "utf-8")
     test = folder / "test.txt"
     test.write_text("\n\n\n".join(documents[::3]), "utf-8")
-    shared = ("--lengths", str(LENGTH), "--data", data, *_threads(options))
-    tokens = ("--calibration-tokens", "32768", "--heldout-tokens", "4096")
-    ways: dict[str, tuple[str | Path, ...]] = {
+    shared: Flags = ("--lengths", str(LENGTH), "--data", data, *_threads(options))
+    tokens = ("--calibration-tokens", DISTIL_TOKENS, "--heldout-tokens", "8192")
+    ways: dict[str, Flags] = {
         "as they start": (),
         "fitted": ("--calibrate", *shared, *tokens),
         "repaired": ("--distil", options.distil, *shared, *tokens),
@@ -76,25 +84,40 @@ def demo(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"method": METHOD, "length": LENGTH, "ways": {}}
     for name, flags in ways.items():
         output = folder / name.replace(" ", "-")
+        processor = _processor_seconds()
         report = subquad(
             *("convert", DEMO, output, "--force", METHOD, "--kernels", options.kernels, *flags)
         )
-        seen = perplexity(output, test, LENGTH, options.rows)
-        seconds = sum(report["seconds"].values())
-        found["ways"][name] = seen | {"seconds": seconds, "branches": report.get("branches", [])}
+        processor = _processor_seconds() - processor
+        found["ways"][name] = {
+            **perplexity(output, test, LENGTH, options.rows),
+            "seconds": sum(report["seconds"].values()),
+            "processor": processor,
+            "calibration": report.get("calibration", []),
+            "distillation": report.get("distillation"),
+            "branches": report.get("branches", []),
+        }
     lost = {name: way["artifact"] - way["source"] for name, way in found["ways"].items()}
     for name in ("as they start", "fitted"):
         found[f"recovered of {name}"] = 1 - lost["repaired"] / lost[name]
     return found
 
 
+def _processor_seconds() -> float:
+    """Of all processes that were started here and ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def print_demo(found: dict[str, Any]) -> None:
     print(f"demo model, every attention {found['method']}, {found['length']} tokens")
-    print("| maps | perplexity | of the source | KL | conversion |\n|---|---|---|---|---|")
+    print(
+        "| maps | perplexity | of the source | KL | conversion | processor |\n" + "|---" * 6 + "|"
+    )
     for name, way in found["ways"].items():
         print(
             f"| {name} | {way['artifact']:.3f} | {way['source']:.3f} | {way['kl']:.4f} "
-            f"| {way['seconds']:.0f} s |"
+            f"| {way['seconds']:.0f} s | {way['processor']:.0f} s |"
         )
     for name in ("as they start", "fitted"):
         print(f"recovered of what is lost with maps {name}: {found[f'recovered of {name}']:.0%}")
@@ -149,7 +172,7 @@ def minilm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """MiniLM: planned within a budget, and every attention as lolcats with repair."""
     data = write_texts(folder)[0] / "wikipedia"
     source = third_party.minilm_l6()
-    shared = ("--lengths", str(ENCODER_LENGTH), "--data", data, *_threads(options))
+    shared: Flags = ("--lengths", str(ENCODER_LENGTH), "--data", data, *_threads(options))
     kernels = ("--kernels", options.kernels)
     subquad("convert", source, folder / "exact", *kernels)
     found: dict[str, Any] = {"length": ENCODER_LENGTH, "kernels": options.kernels}
@@ -298,11 +321,12 @@ def main() -> None:
     parser.add_argument("--kernels", default="none", choices=["none", "cpu"])
     parser.add_argument("--budget", default="cosine=0.99")
     parser.add_argument("--minimize", nargs="+", default=["flops"], help="of minilm")
-    parser.add_argument("--distil", default=DISTIL)
+    parser.add_argument("--distil", help=f"how to train [default: {DISTIL}]")
     parser.add_argument("--threads")
-    parser.add_argument("--rows", type=int, default=4, help="rows of the test text")
+    parser.add_argument("--rows", type=int, default=8, help="rows of the test text")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    options.distil = options.distil or DISTIL.get(options.what)
     measure, show = WHAT[options.what]
     with tempfile.TemporaryDirectory(prefix="subquad-repairs-") as scratch:
         found = measure(Path(scratch), options)

@@ -21,6 +21,10 @@ BRANCH_TOKENS = 8192
 """Held-out tokens, of the greatest length, on which branches are switched off."""
 
 
+FIT_TOKENS = 65536
+"""Calibration tokens of each length that methods are fitted to; they take samples of queries."""
+
+
 def branch_runner(
     manifest: Manifest, exact: Engine, engine: Engine, heldout: Sequence[Batch]
 ) -> Run:
@@ -58,9 +62,10 @@ def with_fits(
     Args:
         engine: of the exact model, whose activations are fitted to.
         plan: one assignment per site.
-        calibration: inputs.
+        calibration: inputs, of which some are used, see ``FIT_TOKENS``.
         progress: called with a message and the share done.
     """
+    calibration = spread(calibration)
     learning = {a.site.name: a for a in plan if a.method.learns and a.fitted is None}
     if not learning:
         return list(plan)
@@ -81,3 +86,13 @@ def with_fits(
 
     engine.run([batch.feeds for batch in calibration], {}, visit=visit)
     return [replace(a, fitted=fits.get(a.site.name, a.fitted)) for a in plan]
+
+
+def spread(calibration: Sequence[Batch]) -> list[Batch]:
+    """Every n-th batch of each length, so that the activations of all fit into memory."""
+    chosen: list[Batch] = []
+    for length in sorted({batch.length for batch in calibration}):
+        batches = [batch for batch in calibration if batch.length == length]
+        tokens = sum(batch.rows * max(1, length) for batch in batches)
+        chosen += batches[:: -(-tokens // FIT_TOKENS)]
+    return chosen

@@ -237,7 +237,7 @@ class _Student:
 
 
 class _Loss:
-    """Distance to the teacher; its outputs are computed once per input."""
+    """Distance to the teacher, which runs each time: its outputs are too large to keep."""
 
     def __init__(self, teacher: Teacher, outputs: Sequence[OutputSpec], layout: Layout) -> None:
         self._teacher = teacher

@@ -12,11 +12,13 @@ import pytest
 from numpy.typing import NDArray
 
 import exact_folder
+from subquad.converter.branching import FIT_TOKENS, spread
 from subquad.converter.distilling import DistilRequest, convert_and_distil
 from subquad.converter.pipeline import ConversionReport, Selection
 from subquad.passes.repair.distil import DistilSettings
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME
+from subquad.runtime.samples import Batch
 
 SETTINGS = DistilSettings(rank=4, steps=40, learning_rate=0.02, checks=4)
 REQUEST = DistilRequest(
@@ -107,3 +109,17 @@ def test_bad_settings(text: str) -> None:
 
 def test_settings_are_read() -> None:
     assert DistilSettings.parse("rank=4, steps=10", seed=3) == DistilSettings(4, 10, seed=3)
+
+
+def test_methods_are_fitted_to_some_of_many_inputs() -> None:
+    """Evenly from all of them, and of each length as many tokens as there may be."""
+
+    def batches(length: int, count: int) -> list[Batch]:
+        return [Batch(length, "none", {"ids": np.full((4, length), n)}) for n in range(count)]
+
+    short, long = batches(64, 3), batches(1024, 101)
+    chosen = spread([*short, *long])
+    assert chosen[:3] == short
+    numbers = [int(batch.feeds["ids"][0, 0]) for batch in chosen[3:]]
+    assert FIT_TOKENS / 2 < 4 * 1024 * len(numbers) <= FIT_TOKENS
+    assert len(set(np.diff(numbers))) == 1 and numbers[0] == 0 and numbers[-1] > 90
