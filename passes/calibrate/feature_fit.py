@@ -38,8 +38,11 @@ if TYPE_CHECKING:
 _SIZES = (0.5, 1.0, 2.0, 4.0)
 """Typical sizes of the projections that are tried to start from."""
 
-_GAINS = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Changes of the log of a fitted gain that are tried at the end."""
+_GAINS = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Changes of the log of a fitted gain that are tried at the end: with the last, windows alone."""
+
+MANY_ROWS = 8
+"""From so many on, a quarter of the rows is held back; of fewer, a quarter of each."""
 
 _MASKED = -1e30
 _TINY = 1e-20
@@ -176,17 +179,23 @@ def _rows(site: AttentionSite, sample: Sample, longest: int) -> Iterator[_Row]:
 def _split(
     rows: Sequence[_Row], settings: FitSettings, generator: np.random.Generator
 ) -> tuple[list[_Chosen], list[_Chosen]]:
-    """Queries to fit on, and some to judge by: of other rows where there are two."""
+    """Queries to fit on, and some to judge by: of other rows where there are many.
+
+    A few rows can differ so much that maps which suit one are useless for the others, so then all
+    of them take part in both.
+    """
     assert rows, "no row with a real token"
-    held = max(1, len(rows) // 4) if len(rows) > 1 else 0
-    if held:
+    if len(rows) >= MANY_ROWS:
+        held = len(rows) // 4
         training = [(row, row.real) for row in rows[:-held]]
         kept = [(row, row.real) for row in rows[-held:]]
     else:
-        cut = np.arange(len(rows[0].real)) % 4 == 3
-        cut[-1] = True  # a single query is fitted on and judged
-        training = [(rows[0], rows[0].real[~cut] if not cut.all() else rows[0].real)]
-        kept = [(rows[0], rows[0].real[cut])]
+        cuts = [np.arange(len(row.real)) % 4 == 3 for row in rows]
+        for cut in cuts:
+            cut[-1] = True  # a single query is fitted on and judged
+        both = list(zip(rows, cuts, strict=True))
+        training = [(row, row.real if cut.all() else row.real[~cut]) for row, cut in both]
+        kept = [(row, row.real[cut]) for row, cut in both]
     each = max(1, settings.judged // len(kept))
     return training, [(row, _some(real, each, generator)) for row, real in kept]
 

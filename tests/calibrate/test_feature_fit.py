@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sites import make_site
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.passes.calibrate.branches import window_off
-from subquad.passes.calibrate.feature_fit import FitSettings, fit_feature_maps
+from subquad.passes.calibrate.feature_fit import MANY_ROWS, FitSettings, fit_feature_maps
 from subquad.passes.calibrate.fitted import Fitted, Sample
 from subquad.passes.methods import dense, parse_method
 from subquad.passes.plan import Assignment
@@ -19,12 +19,13 @@ from subquad.passes.recognise.site import AttentionSite
 
 CAUSAL = make_site("causal", heads=(4, 2), dims=(8, 6), right=0)
 FULL = make_site("full", heads=(2, 2))
-# All queries of the last row are judged, so that the reference can judge the same.
+# All queries of the last rows are judged, so that the reference can judge the same.
 SETTINGS = FitSettings(steps=60, judged=1000, hopeless=1.0)
 LENGTH = 96
+HELD_BACK = slice(-MANY_ROWS // 4, None)
 
 
-def samples(site: AttentionSite, seed: int = 0, rows: int = 4) -> list[Sample]:
+def samples(site: AttentionSite, seed: int = 0, rows: int = MANY_ROWS) -> list[Sample]:
     """Queries and keys of few directions, so that weights are far from even and can be learned."""
     rng = np.random.default_rng(seed)
     basis = 0.6 * rng.standard_normal((3, site.head_dim))
@@ -52,15 +53,16 @@ def errors(
     variant: HybridVariant,
     tensors: Mapping[str, NDArray[np.generic]],
     inputs: Sample,
+    rows: slice = HELD_BACK,
 ) -> NDArray[np.float64]:
-    """Of each head on the last row, by the float64 references."""
-    last = {name: array[-1:] for name, array in inputs.items()}
-    positions = np.arange(LENGTH)[None] - 5
+    """Of each head, the mean over ``rows``, by the float64 references."""
+    last = {name: array[rows] for name, array in inputs.items()}
+    positions = np.tile(np.arange(LENGTH) - 5, (len(last["query"]), 1))
     shared = {**last, "query_positions": positions, "key_positions": positions}
     got = variant.reference(**shared, **tensors)  # type: ignore[arg-type]
     want = dense.METHOD.lower(site, dense.DenseParameters()).reference(**shared)
-    square = np.square(got - want)[:, :, 5:].sum((0, 2, 3))
-    return np.asarray(square / np.square(want)[:, :, 5:].sum((0, 2, 3)))
+    square = np.square(got - want)[:, :, 5:].sum((2, 3))
+    return np.asarray((square / np.square(want)[:, :, 5:].sum((2, 3))).mean(0))
 
 
 @pytest.mark.parametrize("site", [CAUSAL, FULL], ids=lambda site: site.name)
@@ -112,3 +114,18 @@ def test_same_inputs_same_maps_and_padding_does_not_count() -> None:
 def test_a_single_row_is_enough() -> None:
     _, fitted = fit("hedgehog", CAUSAL, samples(CAUSAL, rows=1))
     assert np.isfinite(fitted.after).all()
+
+
+def test_few_rows_that_differ_are_all_fitted() -> None:
+    """Maps that suit the row held back alone would be no good for the others."""
+    (inputs,) = samples(CAUSAL, rows=4)
+    # In the last row queries see little but themselves: there, features are of no use.
+    inputs["query"][-1] = 9 * inputs["query"][-1]
+    inputs["key"][-1] = np.repeat(inputs["query"][-1, ::2], 1, axis=0)
+    variant, fitted = fit("lolcats:8,sinks=2", CAUSAL, [inputs])
+    method, params = parse_method("lolcats:8,sinks=2")
+    others = slice(0, 3)
+    before = errors(CAUSAL, variant, method.tensors(CAUSAL, params), inputs, others)
+    after = errors(CAUSAL, variant, fitted.tensors, inputs, others)
+    print(before, after)
+    assert after.mean() < 0.5 * before.mean()
