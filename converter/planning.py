@@ -372,7 +372,9 @@ class _Planning:
             return self._probe(whole_sequences(self._open(folder)))
 
     def _open(self, folder: Path) -> Artifact:
-        return load(folder, threads=self._request.threads, verify=False, config=QUIET_THREADS)
+        return load(
+            folder, threads=self._request.threads, verify=False, config=QUIET_THREADS, arena=False
+        )
 
     def _probe(self, model: Runner) -> dict[str, Any]:
         exact = self._engine_runner({})

@@ -117,6 +117,7 @@ def load(
     verify: bool = True,
     config: Mapping[str, str] | None = None,
     kernels: KernelMode = "auto",
+    arena: bool = True,
 ) -> Artifact:
     """Open the artifact directory ``path``.
 
@@ -130,6 +131,8 @@ def load(
         config: further ONNX Runtime session configuration entries.
         kernels: ``auto`` loads the artifact's kernel library for this machine, if it has one;
             ``off`` runs the ONNX functions; ``require`` refuses to run an attention without one.
+        arena: whether the session keeps the memory of a run for the next one; off, runs of a few
+            long sequences need less of it.
 
     Raises:
         UsageError: no such directory, unknown provider.
@@ -148,6 +151,7 @@ def load(
         threads=threads,
         config=config,
         libraries=choice.paths,
+        arena=arena,
     )
     _check_signature(manifest, session)
     execution = _execution(manifest, session, provider, threads, choice)

@@ -190,8 +190,17 @@ def length_axis(
 
 
 def select(values: NDArray[Any], axis: int, mask: NDArray[np.bool_]) -> NDArray[Any]:
-    """``[selected tokens, everything else]`` of an array ``[batch, ...]`` with a length axis."""
+    """``[selected tokens, everything else]`` of an array ``[batch, ...]`` with a length axis.
+
+    Without a copy where all tokens are selected, or one run of a single row: logits of a long row
+    take more memory than everything else.
+    """
     moved = np.moveaxis(values, axis, 1)
+    if mask.size and mask.all():
+        return moved.reshape(mask.size, -1)
+    chosen = np.flatnonzero(mask[0]) if len(mask) == 1 else np.zeros(0, np.int64)
+    if len(chosen) and chosen[-1] - chosen[0] + 1 == len(chosen):
+        return moved[0, chosen[0] : chosen[-1] + 1].reshape(len(chosen), -1)
     picked = moved[mask]
     return picked.reshape(len(picked), -1)
 

@@ -212,6 +212,7 @@ class SiteComparison:
             threads=self._threads,
             config=QUIET_THREADS,
             libraries=choose_kernels(self._folder, self._manifest, mode, provider=provider).paths,
+            arena=False,
         )
         self._kept[file] = (names, session)
         return session

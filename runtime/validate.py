@@ -335,12 +335,15 @@ class _Validation:
             verify=False,
             config=QUIET_THREADS,
             kernels=self.kernels,
+            # Two models are open at once, and each would keep the memory of its longest run.
+            arena=False,
         )
         reference = open_session(
             self.folder / REFERENCE_NAME,
             folder=self.folder,
             threads=self.threads,
             config=QUIET_THREADS,
+            arena=False,
         )
         # States that the model keeps instead of all keys are its own.
         known = {item.name for item in reference.get_outputs()}

@@ -60,6 +60,7 @@ def artifact_recall(
         verify=False,
         config=QUIET_THREADS,
         kernels=kernels,
+        arena=False,
     )
     found = test.kept(artifact.run)
     ratios = ", ".join(f"{ratio:.1%} at length {n}" for n, ratio in sorted(found.lengths.items()))
@@ -70,7 +71,11 @@ def artifact_recall(
 def reference_run(folder: Path, manifest: Manifest, threads: int | None) -> Run:
     """``reference.onnx`` of an artifact; runs give its logits."""
     session = open_session(
-        folder / REFERENCE_NAME, folder=folder, threads=threads, config=QUIET_THREADS
+        folder / REFERENCE_NAME,
+        folder=folder,
+        threads=threads,
+        config=QUIET_THREADS,
+        arena=False,
     )
     names = [spec.name for spec in manifest.outputs if spec.is_logits]
     inputs = manifest.reference_inputs or manifest.inputs

@@ -101,6 +101,19 @@ def test_relative_change_sees_every_bit() -> None:
     assert relative_change(np.array([1.0]), np.array([np.nan])) == math.inf
 
 
+def test_slices_do_not_matter_to_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    before = rng.standard_normal((5, 7)).astype(np.float32)
+    after = before.copy()
+    after[4, 6] += 1  # in the last slice
+    want = 1 / np.linalg.norm(before.astype(np.float64))
+    for size in (1 << 20, 4):
+        monkeypatch.setattr(metrics, "_SLICE_ELEMENTS", size)
+        assert relative_change(before, before.copy()) == 0.0
+        # 1 is added in float32.
+        assert relative_change(before, after) == pytest.approx(want, rel=1e-6)
+
+
 def test_json_has_no_nan() -> None:
     value = {"a": (math.inf, math.nan, np.float32(1.5)), "b": np.arange(2)}
     assert json_ready(value) == {"a": ["inf", "nan", 1.5], "b": [0, 1]}

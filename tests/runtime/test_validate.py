@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from subquad.runtime import site_comparison
+from subquad.runtime import artifact, metamorphic, session, site_comparison, validate_recall
+from subquad.runtime import validate as validation
 from subquad.runtime.budget import Budget
 from subquad.runtime.errors import (
     IntegrityError,
@@ -46,6 +47,39 @@ def test_an_encoder_passes_and_has_no_logits(encoder: Path) -> None:
     assert result.verdict == "pass"
     assert result.measured["kl"] is None and result.measured["ppl"] is None
     assert set(result.cases[0].outputs) == {"last_hidden_state", "pooled"}
+
+
+def test_tokens_are_selected_without_a_copy() -> None:
+    """A copy of the logits of 8000 tokens and 49152 words takes 1.6 GB."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((2, 6, 3))
+    some = np.array([[True] * 6, [True] * 4 + [False] * 2])
+    for rows, mask in ((2, some | True), (1, some[1:]), (1, some[1:, ::-1])):
+        picked = metamorphic.select(values[:rows], 1, mask)
+        assert np.array_equal(picked, values[:rows][mask])
+        assert np.shares_memory(picked, values)
+    holes = np.array([[True, False, True, True, False, False]])
+    for rows, mask in ((2, some), (1, holes)):
+        assert np.array_equal(metamorphic.select(values[:rows], 1, mask), values[:rows][mask])
+    assert np.array_equal(
+        metamorphic.select(values.swapaxes(1, 2), 2, some | True), values.reshape(12, 3)
+    )
+
+
+def test_no_session_keeps_the_memory_of_its_longest_run(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arenas: list[tuple[str, bool]] = []
+    for module in (artifact, validation, site_comparison, validate_recall):
+
+        def opened(*arguments: Any, where: str = module.__name__, **options: Any) -> Any:
+            arenas.append((where.rpartition(".")[2], options.get("arena", True)))
+            return session.open_session(*arguments, **options)
+
+        monkeypatch.setattr(module, "open_session", opened)
+    quick(decoder)
+    assert {name for name, _ in arenas} == {"artifact", "validate", "site_comparison"}
+    assert not any(arena for _, arena in arenas)
 
 
 def test_results_are_reproducible(decoder: Path) -> None:
