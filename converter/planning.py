@@ -239,8 +239,10 @@ class _Planning:
         with clock.stage("data"):
             self._data, probes = self._open_data()
         self._scorer = Scorer(self.manifest, self._data.heldout)
+        few: tuple[str, ...] = ()
         if self._limits is not None:
             self._scorer.check(self._limits)
+            few = self._scorer.notes(self._limits)
         self._sites = [AttentionSite.from_json(record.site) for record in self.manifest.sites]
         exact = get_method(DENSE)
         present = [exact.lower(site, exact.parameters()) for site in self._sites]
@@ -282,7 +284,11 @@ class _Planning:
                         "digest": self._data.digest,
                         "synthetic": self._data.synthetic,
                         "groups": list(self._data.groups) if self._data.groups != ("",) else [],
-                        "notes": [*self._data.notes, *(self._test.notes if self._test else ())],
+                        "notes": [
+                            *self._data.notes,
+                            *few,
+                            *(self._test.notes if self._test else ()),
+                        ],
                         "measured_lengths": list(self._data.lengths),
                     },
                 },

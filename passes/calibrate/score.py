@@ -30,7 +30,15 @@ SAMPLED_POSITIONS = 384
 """Positions per batch at which whole distributions are compared."""
 
 _GROUP = 128
-"""Neighbouring positions whose mean counts as one observation for a standard error."""
+"""Neighbouring positions of a row whose mean counts as one observation for a standard error: their
+terms go together, and taken one by one they would claim to know the mean better than they do."""
+
+ENOUGH = 8
+"""Observations of a kind of document, at one length, for an error that can be relied on."""
+
+_STUDENT = (1.84, 1.32, 1.20, 1.14, 1.11, 1.09)
+"""By degrees of freedom from 1 on: how many standard errors of few observations leave as much
+beside them as one of many, 16 % (Student's distribution at 84.13 %)."""
 _SLICE_ELEMENTS = 1 << 22
 
 Run = Callable[[Callable[[int, Mapping[str, NDArray[Any]]], None]], None]
@@ -43,7 +51,7 @@ class Figures:
 
     Attributes:
         metrics: as ``budget.METRICS``, for what this model has.
-        errors: standard errors of ``kl``, ``ppl`` and ``recall``.
+        errors: standard errors of ``kl``, ``ppl`` and ``recall``; 0 = not known.
     """
 
     metrics: Mapping[str, float | None]
@@ -108,9 +116,11 @@ class Score(Figures):
 
 @dataclass
 class _Sums:
-    """Of the inputs of one length and kind."""
+    """Of the inputs of one length and kind; ``kl`` of single positions, the rest in groups."""
 
     kl: list[float] = field(default_factory=list)
+    kl_groups: list[float] = field(default_factory=list)
+    kl_weights: list[int] = field(default_factory=list)
     same: int = 0
     sampled: int = 0
     rises: list[float] = field(default_factory=list)
@@ -125,6 +135,8 @@ class _Sums:
             outputs[name] = outputs[name].plus(difference) if name in outputs else difference
         return _Sums(
             self.kl + other.kl,
+            self.kl_groups + other.kl_groups,
+            self.kl_weights + other.kl_weights,
             self.same + other.same,
             self.sampled + other.sampled,
             self.rises + other.rises,
@@ -168,13 +180,35 @@ class Scorer:
             if name == "ppl" and not self._causal:
                 raise UsageError("Budget ppl: the model is no causal language model; use kl.")
 
+    def notes(self, budget: Budget) -> tuple[str, ...]:
+        """Where ``kl`` and ``ppl`` have too few observations to know their error well."""
+        if not {"kl", "ppl"} & set(budget.limits):
+            return ()
+        by_token = any(
+            set(spec.shape) & set(self._layout.lengths)
+            for spec in self._manifest.outputs
+            if spec.is_logits
+        )
+        counts: dict[tuple[int, str], int] = {}
+        for batch in self._batches:
+            mask = next(iter(real_tokens(self._layout, batch.feeds).values()))
+            of_rows = -(-mask.sum(axis=1) // _GROUP) if by_token else np.ones(len(mask))
+            place = (batch.length, batch.group)
+            counts[place] = counts.get(place, 0) + int(of_rows.sum())
+        return tuple(
+            f"held out of {group or 'the data'} at length {length} are {count} groups of {_GROUP} "
+            f"tokens or rows, {ENOUGH} make a standard error: give more --heldout-tokens"
+            for (length, group), count in counts.items()
+            if count < ENOUGH
+        )
+
     def teach(self, run: Run) -> None:
         """Take in the exact outputs."""
         self._teacher.clear()
 
         def take(number: int, outputs: Mapping[str, NDArray[Any]]) -> None:
             for spec in self._manifest.outputs:
-                vectors, labels = self._vectors(spec, self._batches[number], outputs[spec.name])
+                vectors, labels, _ = self._vectors(spec, self._batches[number], outputs[spec.name])
                 if spec.is_logits:
                     at = _sampled(len(vectors))
                     nll = _nll(vectors, labels)
@@ -222,7 +256,7 @@ class Scorer:
 
     def _add(self, sums: _Sums, number: int, outputs: Mapping[str, NDArray[Any]]) -> None:
         for spec in self._manifest.outputs:
-            vectors, labels = self._vectors(spec, self._batches[number], outputs[spec.name])
+            vectors, labels, groups = self._vectors(spec, self._batches[number], outputs[spec.name])
             known = self._teacher[number, spec.name]
             difference = sums.outputs.setdefault(spec.name, Difference())
             if not spec.is_logits:
@@ -232,17 +266,21 @@ class Scorer:
                 continue
             at, log_p, nll = known
             log_q = _log_softmax(vectors[at])
-            self._add_logits(sums, log_p, log_q, _nll(vectors, labels) - nll, labels)
+            self._add_kl(sums, log_p, log_q, groups[at])
+            if self._causal:
+                rise, follows = _nll(vectors, labels) - nll, labels >= 0
+                means, counts = _group_means(rise[follows], groups[follows])
+                sums.rises += means
+                sums.weights += counts
             # Distributions, not logits: a shift of all logits is no difference.
             difference.add(log_p, log_q)
 
-    def _add_logits(
+    def _add_kl(
         self,
         sums: _Sums,
         log_p: NDArray[np.float32],
         log_q: NDArray[np.float32],
-        rise: NDArray[np.float64],
-        labels: NDArray[np.int64],
+        groups: NDArray[np.int64],
     ) -> None:
         with np.errstate(invalid="ignore"):
             terms = np.exp(log_p) * (log_p - log_q)
@@ -250,22 +288,23 @@ class Scorer:
         sums.kl += [float(x) for x in kl]
         sums.same += int((log_p.argmax(axis=1) == log_q.argmax(axis=1)).sum())
         sums.sampled += len(log_p)
-        if self._causal:
-            rise = rise[labels >= 0]
-            for start in range(0, len(rise), _GROUP):
-                part = rise[start : start + _GROUP]
-                sums.rises.append(float(part.mean()))
-                sums.weights.append(len(part))
+        means, counts = _group_means(kl, groups)
+        sums.kl_groups += means
+        sums.kl_weights += counts
 
     def _vectors(
         self, spec: OutputSpec, batch: Batch, values: NDArray[Any]
-    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Real tokens as ``[tokens, size]``, and the token that follows each, or -1."""
+    ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
+        """Real tokens as ``[tokens, size]``, the token that follows each, or -1, and its group.
+
+        Where there are no tokens, rows, each a group of its own.
+        """
         real = real_tokens(self._layout, batch.feeds)
         found = length_axis(spec.shape, values, real)
         if found is None:
             vectors = values.reshape(len(values), -1) if values.ndim > 1 else values.reshape(-1, 1)
-            return vectors, np.full(len(vectors), -1, np.int64)
+            count = len(vectors)
+            return vectors, np.full(count, -1, np.int64), np.arange(count, dtype=np.int64)
         axis, mask = found
         vectors = select(values, axis, mask)
         labels = np.full(mask.shape, -1, np.int64)
@@ -275,7 +314,22 @@ class Scorer:
                 if item.role == "token_ids" and ids.shape == mask.shape:
                     labels[:, :-1] = np.where(mask[:, 1:], ids[:, 1:], -1)
                     break
-        return vectors, np.asarray(labels[mask])
+        # Groups begin anew with each row, at its first real token.
+        place = np.cumsum(mask, axis=1) - 1
+        groups = np.arange(len(mask))[:, None] * mask.shape[1] + place // _GROUP
+        return vectors, np.asarray(labels[mask]), np.asarray(groups[mask], np.int64)
+
+
+def _group_means(
+    values: NDArray[np.float64], groups: NDArray[np.int64]
+) -> tuple[list[float], list[int]]:
+    """Mean and size of each group; ``groups`` rise."""
+    if not len(values):
+        return [], []
+    starts = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
+    counts = np.diff(starts, append=len(values))
+    means = np.add.reduceat(values, starts) / counts
+    return [float(x) for x in means], [int(n) for n in counts]
 
 
 def _score(sums: Mapping[tuple[int, str], _Sums], share: float) -> Score:
@@ -311,7 +365,7 @@ def _figures(parts: Sequence[_Sums]) -> Figures:
         if part.sampled:
             kl = float(np.mean(part.kl))
             worst["kl"].append(kl)
-            errors["kl"].append((kl, _standard_error(part.kl, [1] * len(part.kl))))
+            errors["kl"].append((kl, _standard_error(part.kl_groups, part.kl_weights)))
             worst["top1"].append(part.same / part.sampled)
         if part.rises:
             mean = float(np.average(part.rises, weights=part.weights))
@@ -341,13 +395,18 @@ def _terms(part: _Sums) -> NDArray[np.float64]:
 
 
 def _standard_error(values: Sequence[float], weights: Sequence[int]) -> float:
-    """Of the weighted mean; 0 for a single value, of which nothing is known."""
-    if len(values) < 2:
+    """Of the weighted mean, wider where it is itself known from few values only.
+
+    0 for a single value, of which nothing is known.
+    """
+    freedom = len(values) - 1
+    if freedom < 1:
         return 0.0
     array, weight = np.asarray(values), np.asarray(weights, np.float64)
     mean = np.average(array, weights=weight)
     variance = float(np.average(np.square(array - mean), weights=weight))
-    return math.sqrt(variance / (len(array) - 1))
+    widen = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.0
+    return widen * math.sqrt(variance / freedom)
 
 
 def _exp(x: float) -> float:

@@ -60,6 +60,63 @@ def test_metrics_follow_their_formulas(exact: ExactFolder) -> None:
     assert Score.from_json(score.to_json()) == score
 
 
+@pytest.mark.parametrize(("rows", "factor"), [(1, 1.32), (2, 1.11), (4, 1.0)])
+def test_neighbouring_positions_are_one_observation(
+    exact: ExactFolder, rows: int, factor: float
+) -> None:
+    """Three groups to a row of 300. Within a group all positions are off by as much, so single
+    positions know no more of the mean than their group does."""
+    rng = np.random.default_rng(9)
+    ids = rng.integers(0, VOCABULARY, (rows, 300))
+    batches = [
+        Batch(300, "none", {"input_ids": row[None], "attention_mask": np.ones_like(row[None])})
+        for row in ids
+    ]
+    teacher = rng.normal(size=(rows, 300, VOCABULARY))
+    size = np.repeat(rng.uniform(0.1, 1.0, (rows, 3)), (128, 128, 44), axis=1)
+    student = teacher + size[..., None] * rng.normal(size=teacher.shape)
+    log_p, log_q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (teacher, student))
+    label = ids[:, 1:, None]
+    rise = np.take_along_axis(log_p[:, :-1] - log_q[:, :-1], label, -1)[..., 0]
+    terms = {"kl": (np.exp(log_p) * (log_p - log_q)).sum(-1), "ppl": rise}
+    scorer = Scorer(exact.manifest, batches)
+    scorer.teach(replay(list(teacher[:, None].astype(np.float32))))
+    score = scorer.score(replay(list(student[:, None].astype(np.float32))))
+    for name, values in terms.items():
+        edges = [slice(0, 128), slice(128, 256), slice(256, None)]
+        means = np.array([row[edge].mean() for row in values for edge in edges])
+        weights = np.array([len(row[edge]) for row in values for edge in edges])
+        mean = values.mean()
+        spread = (weights * (means - mean) ** 2).sum() / weights.sum()
+        want = factor * np.sqrt(spread / (3 * rows - 1))
+        if name == "ppl":
+            want *= np.exp(mean)
+        # float32 distributions; the rest is float64.
+        assert score.errors[name] == pytest.approx(want, rel=1e-3), name
+        alone = values.std() / np.sqrt(values.size)
+        assert name == "ppl" or score.errors[name] > 2 * alone, "as if positions were independent"
+
+
+def test_of_one_observation_no_error_is_known(exact: ExactFolder) -> None:
+    from subquad.passes.planner import PlanBudget
+
+    rng = np.random.default_rng(4)
+    ids = rng.integers(0, VOCABULARY, (1, 100))
+    one = Batch(100, "none", {"input_ids": ids, "attention_mask": np.ones_like(ids)}, "code")
+    scorer = Scorer(exact.manifest, [one])
+    teacher = rng.normal(size=(1, 100, VOCABULARY)).astype(np.float32)
+    scorer.teach(replay([teacher]))
+    score = scorer.score(replay([teacher[..., ::-1].copy()]))
+    limits = Budget.parse(["kl=0.01"])
+    assert limits is not None and score.errors["kl"] == 0.0
+    assert PlanBudget(limits).misses(score) and not PlanBudget(limits).is_hopeless(score)
+    (note,) = scorer.notes(limits)
+    assert note.startswith("held out of code at length 100 are 1 groups")
+    assert Scorer(exact.manifest, [one] * 8).notes(limits) == ()
+    other = Budget.parse(["top1=0.9"])
+    assert other is not None and scorer.notes(other) == (), "it has no standard error"
+
+
 def test_the_exact_model_is_at_no_distance(exact: ExactFolder) -> None:
     rng = np.random.default_rng(2)
     batches = [batch(rng, 30)]
