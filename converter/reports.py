@@ -40,8 +40,12 @@ def write_reports(folder: Path, report: ConversionReport) -> None:
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, "utf-8")
-        os.replace(partial, path)
+        try:
+            partial.write_text(text, "utf-8")
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise OutputError(
             f"The artifact {path.parent} is complete, but {path.name} cannot be written there: "

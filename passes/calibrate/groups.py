@@ -72,7 +72,12 @@ def _groups(path: Path) -> Iterator[tuple[Path, tuple[Path, ...]]]:
     if not path.is_dir():
         raise UsageError(f"No such file or folder: {path}")
     below = sorted(file for file in path.rglob("*") if file.is_file())
-    shown = [file for file in below if not file.name.startswith(".")]
+    # Neither hidden files nor what lies in hidden folders, such as .git.
+    shown = [
+        file
+        for file in below
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
     if not shown:
         raise UsageError(f"{path} holds no files.")
     by_folder: dict[Path, list[Path]] = {}

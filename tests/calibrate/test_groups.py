@@ -40,6 +40,15 @@ def test_a_folder_without_subfolders_is_one_kind(tmp_path: Path) -> None:
     assert named(folder) == {"texts": ["a.txt", "b.txt"]}
 
 
+def test_hidden_folders_are_no_kinds(tmp_path: Path) -> None:
+    """A checkout of texts has its history beside them."""
+    names = ("wiki/w.txt", "wiki/.cache/c.txt", ".git/HEAD", ".git/refs/main")
+    assert named(write(tmp_path / "texts", *names)) == {"wiki": ["w.txt"]}
+    assert named(write(tmp_path / ".texts", "a.txt")) == {".texts": ["a.txt"]}, "it was asked for"
+    with pytest.raises(UsageError, match="holds no files"):
+        named(write(tmp_path / "bare", ".git/HEAD"))
+
+
 def test_every_subfolder_is_a_kind(tmp_path: Path) -> None:
     folder = write(tmp_path / "texts", "code/a/x.py", "code/b.py", "wiki/w.txt", "loose.txt")
     assert named(folder) == {"texts": ["loose.txt"], "code": ["x.py", "b.py"], "wiki": ["w.txt"]}

@@ -16,7 +16,6 @@ from subquad.converter.pipeline import convert
 from subquad.converter.plan_request import PlanRequest
 from subquad.converter.planning import convert_with_budget
 from subquad.converter.reports import PAGE_NAME, REPORT_NAME
-from subquad.runtime import probes
 from subquad.runtime.errors import OutputError
 
 REQUEST = PlanRequest(
@@ -70,14 +69,20 @@ def test_a_page_of_a_plan_that_cannot_be_made_leaves_the_artifact(
 def test_a_probe_that_fails_leaves_the_artifact_and_its_report(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("subquad.converter.planning.greedy", broken)
+    asked: list[str] = []
+
+    def greedy(*arguments: Any) -> Any:
+        asked.append("greedy")
+        raise Broken
+
+    monkeypatch.setattr("subquad.converter.planning.greedy", greedy)
     with pytest.raises(Broken):
         convert_with_budget(source, tmp_path / "out", REQUEST)
+    assert asked == ["greedy"]
     assert runs(tmp_path / "out")
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text("utf-8"))
     assert report["verified"] and "probes" not in report
     assert "held out" in (tmp_path / "out" / PAGE_NAME).read_text("utf-8")
-    assert probes.greedy is not broken
 
 
 def test_a_report_that_cannot_be_written_is_said(
@@ -89,6 +94,7 @@ def test_a_report_that_cannot_be_written_is_said(
     monkeypatch.setattr("subquad.converter.reports.os.replace", full)
     with pytest.raises(OutputError, match=r"is complete, but report\.json .* No space left"):
         reports.write_reports(tmp_path, _Nothing())  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == [], "what was written so far is removed"
 
 
 class _Nothing:
