@@ -101,7 +101,9 @@ def operator_case(
         for label, libraries in tuned.items() if entry.engine == "kernel" else [("", {})]:
             library = libraries.get((entry.variant.op_type, entry.variant.overload))
             bad = library is not None and library.startswith("!")
-            comparable = ENGINES[entry.engine].comparable
+            comparable = ENGINES[entry.engine].comparable and (
+                workload.compared or entry.variant is not first.variant
+            )
             contestants.append(
                 Contestant(
                     f"{entry.label} {label}".strip(),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from contestants import ENGINES, needs_torch
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.block_select.semantics import BlockSelectVariant
 from subquad.kernels.block_sparse.semantics import BlockSparseVariant
 from subquad.kernels.example_inputs import Sizes
 from subquad.kernels.hybrid.semantics import HybridVariant
@@ -64,6 +65,8 @@ class Workload:
         real: share of the keys that are real.
         density: share of the key blocks that a list keeps.
         queries: number of queries; ``None``: as many as keys.
+        compared: whether outputs are held to the reference. Not of a selector: where its float32
+            sum meets the threshold, a list may be one block longer or shorter than in float64.
         slow: leave out of the default set.
     """
 
@@ -75,6 +78,7 @@ class Workload:
     real: float = 1.0
     density: float = 1.0
     queries: int | None = None
+    compared: bool = True
     slow: bool = False
 
     def sizes(self, length: int, entry: Entry | None = None) -> Sizes:
@@ -134,6 +138,17 @@ def step_flops(variant: Any) -> Callable[[Sizes], float]:
     return lambda sizes: float(sizes.query_len * variant.num_heads * (exact + linear))
 
 
+def select_flops(variant: BlockSelectVariant) -> Callable[[Sizes], float]:
+    """Means of the blocks of queries and keys, and the scores of those a query block may see."""
+
+    def flops(sizes: Sizes) -> float:
+        means = (variant.num_heads + variant.num_kv_heads) * sizes.kv_len
+        pairs = variant.num_heads * (sizes.kv_len / variant.block) ** 2
+        return float(variant.head_dim * (means + pairs))
+
+    return flops
+
+
 def ours(variant: Any) -> tuple[Entry, ...]:
     return Entry(KERNEL, "kernel", variant), Entry(BODY, "body", variant)
 
@@ -154,6 +169,7 @@ PADDED = AttentionVariant(12, 12, 32, 32, 32**-0.5, has_key_mask=True)
 WINDOW = HybridVariant(*SIZES, 255, 0, 4, allowed_right=0)
 ELU = HybridVariant(*SIZES, allowed_right=0, feature_map="elu")
 SPARSE = BlockSparseVariant(*SIZES, block=64, window_right=0)
+SELECT = BlockSelectVariant(9, 3, 64, 0.125, block=64, window_right=0)
 HYBRID_ELU = HybridVariant(*SIZES, 63, 0, 4, allowed_right=0, feature_map="elu")
 HEDGEHOG_ONLY = HybridVariant(*SIZES, allowed_right=0, feature_map="hedgehog", map_dim=64)
 HYBRID_HEDGEHOG = HybridVariant(*SIZES, 63, 0, allowed_right=0, feature_map="hedgehog", map_dim=64)
@@ -236,6 +252,13 @@ WORKLOADS: tuple[Workload, ...] = (
         "hybrid_elu",
         (*ours(HYBRID_ELU), Entry(TORCH_DENSE, "torch SDPA", CAUSAL)),
         hybrid_flops(HYBRID_ELU, 64, 68),
+    ),
+    Workload(
+        "block_select",
+        (*ours(SELECT), Entry(DENSE_KERNEL, "kernel", GROUPED)),
+        select_flops(SELECT),
+        lengths=(4096, 8000),
+        compared=False,
     ),
     block_sparse(10),
     block_sparse(30),
@@ -338,6 +361,7 @@ BATCH = "dense, right-padded batch, B8 H12 N512 D32, half the keys real"
 LINEAR = "linear causal, elu map fused, f = 64, N8192"
 HEDGEHOG = "linear causal, Hedgehog f = 128 fused, N8192"
 HYBRID = "hybrid, window 64 + Hedgehog f = 128"
+SELECTOR = "block-sparse selector, pooled, blocks of 64, H9/3 D64, overhead"
 PREFILL = "SmolLM2-135M prefill, 8000 tokens, exact kernels"
 
 MUST: tuple[Must, ...] = (
@@ -352,6 +376,8 @@ MUST: tuple[Must, ...] = (
     Must(f"{HYBRID}, N32768", "hybrid_hedgehog", 32768, "ratio", 0.05, 0.035, TORCH_DENSE),
     Must("block-sparse, density 0.1", "block_sparse_10", 8192, "ratio", 0.2, 0.15, DENSE_KERNEL),
     Must("block-sparse, density 0.3", "block_sparse_30", 8192, "ratio", 0.4, 0.35, DENSE_KERNEL),
+    Must(SELECTOR, "block_select", 4096, "ratio", 0.12, 0.03, DENSE_KERNEL),
+    Must(SELECTOR, "block_select", 8000, "ratio", 0.12, 0.03, DENSE_KERNEL),
     Must(
         "decode step, hybrid, history 32k",
         "decode_hybrid",
