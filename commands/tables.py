@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from subquad.passes.costs import CostTable
     from subquad.runtime.bench import BenchResult
     from subquad.runtime.doctor import DoctorReport
-    from subquad.runtime.validate import ValidationResult
+    from subquad.runtime.validation_result import ValidationResult
 
 
 def open_console() -> Console:

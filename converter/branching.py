@@ -15,7 +15,7 @@ from subquad.runtime.manifest import Manifest
 from subquad.runtime.samples import Batch
 
 if TYPE_CHECKING:
-    from subquad.converter.pipeline import Progress
+    from subquad.converter.conversion_report import Progress
 
 BRANCH_TOKENS = 8192
 """Held-out tokens, of the greatest length, on which branches are switched off."""

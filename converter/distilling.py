@@ -20,14 +20,9 @@ from numpy.typing import NDArray
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.base_artifact import base_artifact, reopen
 from subquad.converter.branching import branch_runner, with_fits
+from subquad.converter.conversion_report import ConversionReport, StageClock
 from subquad.converter.cpu_kernels import KernelKind, chosen_kernels
-from subquad.converter.pipeline import (
-    ConversionReport,
-    Repair,
-    Selection,
-    StageClock,
-    write_artifact,
-)
+from subquad.converter.pipeline import Repair, Selection, write_artifact
 from subquad.converter.reports import write_reports
 from subquad.converter.work_folder import WorkFolder
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
@@ -50,7 +45,8 @@ from subquad.runtime.samples import Layout
 from subquad.runtime.session import QUIET_THREADS
 
 if TYPE_CHECKING:
-    from subquad.converter.pipeline import Progress, Source
+    from subquad.converter.conversion_report import Progress
+    from subquad.converter.pipeline import Source
 
 
 @dataclass(frozen=True)

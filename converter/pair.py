@@ -7,17 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from subquad.converter.atomic import atomic_directory
+from subquad.converter.conversion_report import ConversionReport, Progress, StageClock
 from subquad.converter.cpu_kernels import join_kernel_facts
 from subquad.converter.huggingface import trace_encoder_decoder
-from subquad.converter.pipeline import (
-    ConversionReport,
-    Progress,
-    Selection,
-    StageClock,
-    raise_traced,
-    require_raised,
-    write_artifact,
-)
+from subquad.converter.pipeline import Selection, raise_traced, require_raised, write_artifact
 from subquad.converter.reports import write_reports
 from subquad.runtime.machine import peak_rss_bytes
 

@@ -15,10 +15,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +27,17 @@ import onnx_ir.passes.common as common_passes
 from subquad import __version__
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.check import check_artifact
+from subquad.converter.conversion_report import (
+    ConversionReport,
+    InspectionReport,
+    Progress,
+    StageClock,
+)
 from subquad.converter.cpu_kernels import KernelKind, chosen_kernels, kernel_facts
 from subquad.converter.emit import copy_files, place_files, write_models
 from subquad.converter.gpu import gpu_records, template_name, write_gpu_kernels
 from subquad.converter.reports import write_reports
+from subquad.converter.site_records import carried_signature, describe_variants, site_record
 from subquad.converter.source import trace
 from subquad.converter.traced import TracedModel
 from subquad.kernels.gpu import GpuTarget
@@ -40,15 +45,13 @@ from subquad.kernels.host.build import (
     LIBRARY_NAME,
     KernelBuild,
     build_kernels,
-    fields_of,
-    variant_key,
 )
 from subquad.kernels.host.gpu_build import build_gpu_kernels, parse_target
 from subquad.kernels.kernel import CPU_TEMPLATES
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TunedParameters, TuningOptions
 from subquad.passes.canonicalise import canonicalise
 from subquad.passes.carry_state import StateCarrier
-from subquad.passes.lower import LoweredSite, lower_sites
+from subquad.passes.lower import lower_sites
 from subquad.passes.methods import method_text
 from subquad.passes.plan import Assignment, Request, make_plan
 from subquad.passes.plan_file import PlanFile
@@ -67,11 +70,8 @@ from subquad.runtime.manifest import (
     MANIFEST_NAME,
     MODEL_NAME,
     REFERENCE_NAME,
-    InputSpec,
     KernelLibrary,
     Manifest,
-    OutputSpec,
-    SiteRecord,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ if TYPE_CHECKING:
 
     Source = str | Path | torch.nn.Module | ModuleSource
 
-Progress = Callable[[str, float | None], None]
 Repair = Callable[[ir.Model, Sequence[Assignment]], Mapping[str, Any]]
 
 _PACKAGES = (
@@ -93,63 +92,6 @@ _PACKAGES = (
     "torch",
     "transformers",
 )
-
-
-@dataclass
-class StageClock:
-    """Seconds per stage, with progress for the user."""
-
-    progress: Progress | None
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        if self.progress is not None:
-            self.progress(name, None)
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class InspectionReport:
-    """What a source contains; nothing was written."""
-
-    source: dict[str, Any]
-    sites: tuple[dict[str, Any], ...]
-    rejections: tuple[dict[str, str], ...]
-    seconds: dict[str, float]
-    peak_rss_bytes: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "sites": list(self.sites),
-            "rejections": list(self.rejections),
-            "seconds": self.seconds,
-            "peak_rss_bytes": self.peak_rss_bytes,
-        }
-
-
-@dataclass(frozen=True)
-class ConversionReport(InspectionReport):
-    """What a conversion did.
-
-    Attributes:
-        output: the artifact directory.
-        files: as in the manifest.
-        check: result of the smoke check in the child process.
-        facts: further entries, such as ``planning``.
-    """
-
-    output: str
-    files: dict[str, dict[str, Any]]
-    check: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        entries = {"output": self.output, "files": self.files, "check": self.check}
-        return super().to_json() | entries | self.facts
 
 
 @dataclass(frozen=True)
@@ -226,7 +168,7 @@ def inspect_source(
     traced, raised = read_source(source, clock, cache=cache)
     return InspectionReport(
         source=_source(traced),
-        sites=tuple(asdict(_site_record(a)) for a in make_plan(raised.sites, ())),
+        sites=tuple(asdict(site_record(a)) for a in make_plan(raised.sites, ())),
         rejections=_rejections(raised.rejections),
         seconds=clock.seconds,
         peak_rss_bytes=peak_rss_bytes(),
@@ -381,7 +323,7 @@ def write_artifact(
     carrier = StateCarrier(traced.model) if cached else None
     with clock.stage("replace"):
         variants = replace_sites(traced.model, plan, carrier)
-    inputs, outputs = _carried_signature(traced, carrier)
+    inputs, outputs = carried_signature(traced, carrier)
     repaired: Mapping[str, Any] = {}
     if repair is not None:
         with clock.stage("repair"):
@@ -406,10 +348,10 @@ def write_artifact(
     names = {key: template_name(place) for key, place in built.served.items()}
     lowered = lower_sites(traced.model, variants, names, built.declined)
     records = tuple(
-        _site_record(
+        site_record(
             assignment,
             site,
-            _describe(of_site, built, parameters),
+            describe_variants(of_site, built, parameters),
             gpu_records(of_site, gpu_builds),
             "" if carrier is None else carrier.keeps.get(assignment.site.name, ""),
         )
@@ -562,72 +504,6 @@ def _write(traced: TracedModel, folder: Path) -> dict[str, dict[str, Any]]:
         common_passes.ClearMetadataAndDocStringPass()(model)
         model.producer_name, model.producer_version = "subquad", __version__
     return write_models(folder, models) | copy_files(folder, traced.companions)
-
-
-def _describe(
-    variants: SiteVariants, built: KernelBuild, parameters: TunedParameters
-) -> tuple[dict[str, Any], ...]:
-    """The operators of one site for the manifest; see ``SiteRecord.variants``."""
-    return tuple(
-        {
-            "operator": variant.op_type,
-            "fields": fields_of(variant),
-            "tuning": {
-                library.target.name: parameters.choose(variant, library.target).to_json()
-                for library in built.libraries
-                if variant_key(variant) in built.served
-            },
-        }
-        for variant in variants
-    )
-
-
-def _site_record(
-    assignment: Assignment,
-    lowered: LoweredSite | None = None,
-    variants: tuple[dict[str, Any], ...] = (),
-    gpu_kernels: Mapping[str, str] | None = None,
-    keeps: str = "",
-) -> SiteRecord:
-    reasons = [] if assignment.declined is None else [assignment.declined.reason]
-    if assignment.method.learns and assignment.fitted is None:
-        reasons.append("not calibrated: its tensors are as the method starts with them")
-    if lowered is not None and lowered.reason:
-        reasons.append(f"no kernel: {lowered.reason}")
-    return SiteRecord(
-        site=assignment.site.to_json(),
-        method=assignment.method.name,
-        params=assignment.params.to_json(),
-        operator="" if lowered is None else lowered.operator,
-        kernel="" if lowered is None else lowered.kernel,
-        reason="; ".join(reasons),
-        prepared=() if lowered is None else lowered.prepared,
-        causal_granularity=assignment.method.causal_granularity(assignment.params),
-        piece_granularity=assignment.method.piece_granularity(assignment.params),
-        variants=variants,
-        gpu_kernels=dict(gpu_kernels or {}),
-        keeps=keeps,
-    )
-
-
-def _carried_signature(
-    traced: TracedModel, carrier: StateCarrier | None
-) -> tuple[tuple[InputSpec, ...], tuple[OutputSpec, ...]]:
-    """Inputs and outputs of the model, in its order, after sites got states for their pasts."""
-    carried = [] if carrier is None else carrier.carried
-    if not carried:
-        return traced.inputs, traced.outputs
-    removed = {name for state in carried for name in state.removed}
-    inputs = {spec.name: spec for spec in traced.inputs if spec.name not in removed}
-    outputs = {spec.name: spec for spec in traced.outputs if spec.name not in removed}
-    for state in carried:
-        inputs |= {spec.name: spec for spec in state.inputs}
-        outputs |= {spec.name: spec for spec in state.outputs}
-    graph = traced.model.graph
-    return (
-        tuple(inputs[str(value.name)] for value in graph.inputs if value.name in inputs),
-        tuple(outputs[str(value.name)] for value in graph.outputs),
-    )
 
 
 def _rejections(rejections: Sequence[Rejection]) -> tuple[dict[str, str], ...]:

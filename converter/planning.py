@@ -31,15 +31,10 @@ from subquad.converter.atomic import atomic_directory
 from subquad.converter.base_artifact import base_artifact, content_hash, reopen
 from subquad.converter.branching import branch_runner
 from subquad.converter.budget_texts import Metric, Runner, parse_budget
+from subquad.converter.conversion_report import ConversionReport, StageClock
 from subquad.converter.cpu_kernels import KernelKind, chosen_kernels
 from subquad.converter.distilling import distillation
-from subquad.converter.pipeline import (
-    ConversionReport,
-    Repair,
-    StageClock,
-    read_source,
-    write_artifact,
-)
+from subquad.converter.pipeline import Repair, read_source, write_artifact
 from subquad.converter.plan_request import PlanningReport, PlanRequest
 from subquad.converter.planned_cache import (
     refuse_cached,
@@ -83,7 +78,8 @@ from subquad.runtime.samples import Batch
 from subquad.runtime.session import QUIET_THREADS
 
 if TYPE_CHECKING:
-    from subquad.converter.pipeline import Progress, Source
+    from subquad.converter.conversion_report import Progress
+    from subquad.converter.pipeline import Source
 
 PROBE_LENGTH, PROBE_TOKENS = 1024, 2048
 """Inputs that are followed to the end of the model for every attention."""

@@ -16,7 +16,7 @@ from subquad.runtime.errors import OutputError
 from subquad.runtime.jsonable import json_ready
 
 if TYPE_CHECKING:
-    from subquad.converter.pipeline import ConversionReport
+    from subquad.converter.conversion_report import ConversionReport
 
 REPORT_NAME = "report.json"
 PAGE_NAME = "report.html"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from subquad.runtime.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from subquad.runtime.jsonable import json_ready
 from subquad.runtime.kernel_library import KernelMode
 from subquad.runtime.machine import peak_rss_bytes
 from subquad.runtime.manifest import REFERENCE_NAME, Manifest
@@ -61,73 +60,20 @@ from subquad.runtime.samples import (
 from subquad.runtime.session import QUIET_THREADS, open_session, run_session
 from subquad.runtime.site_comparison import SiteComparison, SiteResult, as_vectors
 from subquad.runtime.validate_recall import artifact_recall
+from subquad.runtime.validation_result import (
+    CaseResult,
+    ValidationResult,
+    Verdict,
+    exact_violations,
+    leak_sentences,
+    unexpected_divergence,
+)
 
 Progress = Callable[[str, float | None], None]
-Verdict = Literal["pass", "fail", "measured"]
 Values = Mapping[str, NDArray[Any]]
 
 # Three or more runs per change: long sequences would take most of the time and show no more.
 _METAMORPHIC_LENGTH = 1024
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One point of the lattice.
-
-    Attributes:
-        length, padding, rows: what ran.
-        outputs: output name -> ``Difference.to_json``.
-        logits: ``LogitsDifference.to_json`` where the model has logits.
-    """
-
-    length: int
-    padding: str
-    rows: int
-    outputs: dict[str, dict[str, Any]]
-    logits: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class ValidationResult:
-    """Everything that was compared.
-
-    Attributes:
-        verdict: ``pass``, ``fail``, or ``measured`` (approximate, and no budget to hold it to).
-        reasons: why it failed, or what else a reader must know first.
-        exact: whether all attentions are exact, so that the outputs must agree.
-        synthetic: whether inputs were made up.
-        data: one sentence about the inputs.
-        budget: limits asked for.
-        measured: the figures that budgets refer to.
-        cases, sites, skipped: details; ``skipped`` has what could not run, with the reason.
-        first_diverging: first site in graph order above ``site_tolerance``.
-        metamorphic: ``None`` if it was switched off.
-        notes: further remarks.
-    """
-
-    artifact: str
-    verdict: Verdict
-    reasons: tuple[str, ...]
-    exact: bool
-    synthetic: bool
-    data: str
-    budget: dict[str, float]
-    measured: dict[str, float | None]
-    cases: tuple[CaseResult, ...]
-    sites: tuple[SiteResult, ...]
-    site_tolerance: float
-    first_diverging: SiteResult | None
-    metamorphic: MetamorphicResult | None
-    skipped: tuple[dict[str, Any], ...]
-    notes: tuple[str, ...]
-    execution: dict[str, Any]
-    seed: int
-    seconds: float
-    peak_rss_bytes: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        result: dict[str, Any] = json_ready(self)
-        return result
 
 
 def validate(
@@ -202,12 +148,12 @@ def validate(
     if budget is not None and "recall" in budget.limits:
         measured["recall"] = run.recall()
     diverging = [s for s in site_results if (s.relative_l2 or 0.0) > site_tolerance]
-    reasons = [*run.failures, *_leak_sentences(run.metamorphic.violations)]
-    reasons += _unexpected_divergence(site_results, diverging)
+    reasons = [*run.failures, *leak_sentences(run.metamorphic.violations)]
+    reasons += unexpected_divergence(site_results, diverging)
     if budget is not None:
         reasons += budget.violations(measured)
     elif exact:
-        reasons += _exact_violations(measured)
+        reasons += exact_violations(measured)
     verdict: Verdict = "pass" if exact or budget is not None else "measured"
     if not exact and budget is None:
         run.notes.append("approximate attention and no budget: measured only; see --budget")
@@ -260,32 +206,6 @@ def _check_budget(budget: Budget | None, manifest: Manifest) -> None:
         refuse_recall(manifest)
     if "ppl" in limits and not is_causal_model(manifest):
         raise UsageError("Budget ppl: the model is no causal language model; use kl or top1.")
-
-
-def _exact_violations(measured: Mapping[str, float | None]) -> list[str]:
-    value = measured["rel"]
-    if value is None or value <= EXACT_LIMIT:
-        return []
-    return [
-        f"every attention is exact, so outputs may differ by fp32 rounding only (relative L2 up "
-        f"to {EXACT_LIMIT:g}), but differ by {value:.3g}"
-    ]
-
-
-def _unexpected_divergence(
-    sites: Sequence[SiteResult], diverging: Sequence[SiteResult]
-) -> list[str]:
-    """An exact site that diverges although nothing before it is approximate."""
-    for site in sorted(sites, key=lambda item: item.index):
-        if site.method != "dense":
-            return []
-        if site in diverging:
-            return [
-                f"site {site.name} is exact and follows exact sites only, but differs from the "
-                f"reference by {site.relative_l2:.3g} (length {site.length}, padding "
-                f"{site.padding})"
-            ]
-    return []
 
 
 @dataclass
@@ -613,33 +533,6 @@ def _worst(choose: Callable[[Sequence[float]], float], values: Sequence[float]) 
     if any(math.isnan(value) for value in values):
         return math.nan
     return choose(values) if values else None
-
-
-def _leak_sentences(violations: Sequence[Violation]) -> list[str]:
-    """The first violation of each relation, in words."""
-    sentences: dict[str, str] = {}
-    for violation in violations:
-        what = {
-            "padding": "tokens under padding",
-            "future": f"tokens from slot {violation.cut} on",
-            "batch": "other rows of the batch",
-            "pieces": "",
-        }[violation.relation]
-        where = f"(length {violation.length}, padding {violation.padding}, relative change "
-        if violation.relation == "pieces":
-            sentences.setdefault(
-                violation.relation,
-                f"a sequence in pieces gives another output {violation.output} than as a whole "
-                f"{where}{violation.change:.3g})",
-            )
-            continue
-        site = f"; the first attention that reacts is {violation.site}" if violation.site else ""
-        sentences.setdefault(
-            violation.relation,
-            f"{what} change output {violation.output} where it may not see them {where}"
-            f"{violation.change:.3g}){site}",
-        )
-    return list(sentences.values())
 
 
 def _tokens(count: int) -> str:

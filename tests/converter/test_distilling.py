@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 import exact_folder
 from subquad.converter.branching import FIT_TOKENS, spread
+from subquad.converter.conversion_report import ConversionReport
 from subquad.converter.distilling import DistilRequest, convert_and_distil
-from subquad.converter.pipeline import ConversionReport, Selection
+from subquad.converter.pipeline import Selection
 from subquad.passes.repair.distil import DistilSettings
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import MODEL_NAME, REFERENCE_NAME

@@ -17,7 +17,8 @@ from subquad.converter.planning import convert_with_budget, plan_source
 from subquad.runtime.budget import Budget
 from subquad.runtime.errors import BudgetError, UsageError
 from subquad.runtime.recall_budget import RecallKept, RecallTest
-from subquad.runtime.validate import ValidationResult, validate
+from subquad.runtime.validate import validate
+from subquad.runtime.validation_result import ValidationResult
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 

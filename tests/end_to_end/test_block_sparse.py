@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 import subquad
-from subquad.converter.pipeline import ConversionReport, convert
+from subquad.converter.conversion_report import ConversionReport
+from subquad.converter.pipeline import convert
 from subquad.kernels.host.build import missing_tools
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import MANIFEST_NAME, Manifest

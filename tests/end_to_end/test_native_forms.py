@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 import subquad
 import tiny_onnx
 from subquad.cli import cli
-from subquad.converter.pipeline import ConversionReport, convert, inspect_source
+from subquad.converter.conversion_report import ConversionReport
+from subquad.converter.pipeline import convert, inspect_source
 from subquad.kernels.host.build import missing_tools
 from subquad.runtime.errors import ReplacementError
 from subquad.runtime.manifest import Manifest

@@ -20,7 +20,8 @@ import tiny_artifact
 from kernel_nodes import TEMPLATES, TINY
 from subquad.cli import cli
 from subquad.converter import pipeline
-from subquad.converter.pipeline import ConversionReport, convert
+from subquad.converter.conversion_report import ConversionReport
+from subquad.converter.pipeline import convert
 from subquad.kernels.host.build import LIBRARY_NAME, KernelBuild
 from subquad.runtime import kernel_library
 from subquad.runtime.bench import bench

@@ -18,7 +18,8 @@ from subquad.runtime.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from subquad.runtime.validate import ValidationResult, validate
+from subquad.runtime.validate import validate
+from subquad.runtime.validation_result import ValidationResult
 from tiny_artifact import VOCABULARY, Tiny, edit_manifest, feeds, save_npz
 
 Make = Callable[[Tiny], Path]
