@@ -171,7 +171,8 @@ SITES are indices, ranges or patterns on names: 0,2-5,*layers.3*
     "--refit/--no-refit",
     default=True,
     show_default=True,
-    help="With --budget: refit output projections where that helps on held-out data.",
+    help="With --budget, or --plan and --data: refit output projections where that helps on "
+    "held-out data.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
 @require_sites_option
@@ -260,7 +261,13 @@ def convert(
     """Convert SOURCE into the artifact directory OUTPUT."""
     if budget and (force or plan):
         raise UsageError("--budget makes a plan; it goes neither with --force nor with --plan.")
-    trains = calibrate or distil is not None
+    refits = refit and plan is not None and bool(data)
+    if refits and (targets or cache):
+        raise UsageError(
+            "--plan with --data refits projections, which goes neither with --target nor with "
+            "--cache: drop --data, or give --no-refit."
+        )
+    trains = calibrate or distil is not None or refits
     if targets and (budget or trains):
         raise UsageError(
             "--target goes neither with --budget nor with --distil or --calibrate: make a plan "
@@ -329,6 +336,7 @@ def convert(
                     data=data,
                     seed=seed,
                     threads=threads,
+                    refit=refits,
                     **{
                         name: count
                         for name, count in (

@@ -1,8 +1,9 @@
 """Calibration and distillation inside a conversion: the exact artifact teaches the rewritten model.
 
-Methods that learn are fitted to the exact activations first, attention by attention; training
-starts from there and moves the projections as well. Then the branches of hybrids are switched off,
-one at a time, for the report.
+Methods that learn are fitted to the exact activations first, attention by attention, and
+projections are refitted where that is asked for; training starts from there and moves the
+projections as well.
+Then the branches of hybrids are switched off, one at a time, for the report.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from subquad.converter.branching import branch_runner, with_fits
 from subquad.converter.conversion_report import ConversionReport, StageClock
 from subquad.converter.cpu_kernels import KernelKind, chosen_kernels
 from subquad.converter.pipeline import Repair, Selection, write_artifact
+from subquad.converter.planned_cache import replace_weights
+from subquad.converter.refitting import Refitted, refit_plan
 from subquad.converter.reports import write_reports
 from subquad.converter.work_folder import WorkFolder
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
@@ -35,6 +38,7 @@ from subquad.passes.calibrate.data import (
 )
 from subquad.passes.calibrate.engine import Engine
 from subquad.passes.calibrate.fitted import Fitted
+from subquad.passes.calibrate.score import Scorer
 from subquad.passes.calibrate.segments import load_split
 from subquad.passes.plan import DENSE, Assignment
 from subquad.passes.repair.adapters import repair_weights
@@ -54,7 +58,8 @@ class DistilRequest:
     """Training asked for beside forced methods or a plan.
 
     Attributes:
-        settings: how long and how fast; ``None``: methods that learn are fitted, nothing else.
+        settings: how long and how fast; ``None``: no training.
+        refit: whether output projections are refitted; see ``passes/calibrate/refit.py``.
         lengths: tokens per row.
         data: files or folders; none = made-up inputs.
         seed: decides what is held out.
@@ -69,6 +74,7 @@ class DistilRequest:
     calibration_tokens: int = CALIBRATION_TOKENS
     heldout_tokens: int = HELDOUT_TOKENS
     threads: int | None = None
+    refit: bool = False
 
 
 def convert_and_distil(
@@ -117,9 +123,20 @@ def convert_and_distil(
             )
         traced, raised = reopen(base, manifest)
         plan = selection.assignments(raised, manifest.source["hash"])
-        engine = Engine(load_split(base, MODEL_NAME, raised.sites), base, threads=request.threads)
+        engine = Engine(
+            load_split(base, MODEL_NAME, raised.sites),
+            base,
+            threads=request.threads,
+            kernels=kernels == "cpu",
+        )
         with clock.stage("calibrate"):
             plan = with_fits(engine, plan, data.calibration, progress)
+        facts: dict[str, Any] = {}
+        if request.refit:
+            with clock.stage("refit"):
+                refit = _refit(engine, manifest, plan, data)
+            replace_weights(traced.model, refit.weights)
+            facts = {"refit": refit.facts}
         trained = distillation(base, manifest, data, request.settings, request.threads, clock)
         report = write_artifact(
             folder,
@@ -132,12 +149,29 @@ def convert_and_distil(
             kernels=kind,
             require_kernels=require_kernels,
             tuning=tuning,
+            facts=facts,
             repair=_with_branches(trained, engine, manifest, data),
         )
     write_reports(output, report)
     if work is None:
         shutil.rmtree(place, ignore_errors=True)
     return report
+
+
+def _refit(
+    engine: Engine, manifest: Manifest, assignments: Sequence[Assignment], data: CalibrationData
+) -> Refitted:
+    """Projections that bring the replaced model nearer to the exact one."""
+    by_name = {assignment.site.name: assignment for assignment in assignments}
+    ordered = [by_name[split_site.site.name] for split_site in engine.split.sites]
+    plan = {rank: a for rank, a in enumerate(ordered) if a.method.name != DENSE}
+    if not plan:
+        return Refitted({}, {"why": "nothing was replaced"})
+    scorer = Scorer(manifest, data.heldout)
+    feeds = [batch.feeds for batch in data.heldout]
+    scorer.teach(lambda finish: engine.run(feeds, {}, finish=finish))
+    before = scorer.score(lambda finish: engine.run(feeds, plan, finish=finish))
+    return refit_plan(engine, plan, data, scorer, before)
 
 
 def distillation(

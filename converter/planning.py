@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from subquad.converter.planned_cache import (
     whole_sequences,
 )
 from subquad.converter.recall_limit import RecallJudge, recall_samples, recall_test
+from subquad.converter.refitting import Refitted, refit_plan
 from subquad.converter.reports import write_reports
 from subquad.converter.work_folder import WorkFolder, key_of
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
@@ -51,7 +52,6 @@ from subquad.passes.calibrate.candidates import SiteMeasurement
 from subquad.passes.calibrate.data import CalibrationData, open_data
 from subquad.passes.calibrate.engine import Engine, Finish
 from subquad.passes.calibrate.measure import Question, RecallSample, assignment_of, measure_sites
-from subquad.passes.calibrate.refit import refit_projections
 from subquad.passes.calibrate.score import Score, Scorer
 from subquad.passes.calibrate.segments import load_split
 from subquad.passes.methods import get_method
@@ -195,14 +195,6 @@ def convert_with_budget(
     return report
 
 
-@dataclass(frozen=True)
-class Refitted:
-    """Weights to replace, by initializer, and what the report says of it."""
-
-    weights: Mapping[str, NDArray[np.float32]]
-    facts: Mapping[str, Any]
-
-
 class _Planning:
     """The stages, in order."""
 
@@ -302,42 +294,18 @@ class _Planning:
         chosen = self._chosen
         if not chosen.choice:
             return Refitted({}, {"why": "nothing was replaced"})
-        with self._clock.stage("refit"):
-            plan = self._plan(chosen.choice)
-            self._teach()
-            self._engine.close()  # the weights need not be there twice
-            engine = self._engine.fresh()
-            refits = refit_projections(engine, plan, self._data.calibration, self._data.heldout)
-            feeds = [batch.feeds for batch in self._data.heldout]
-            score = self._scorer.score(lambda finish: engine.run(feeds, plan, finish=finish))
-        facts: dict[str, Any] = {
-            "sites": [
-                {
-                    "name": self._sites[refit.rank].name,
-                    "before": refit.before,
-                    "after": refit.after,
-                    "applied": refit.values is not None,
-                }
-                for refit in refits
-            ],
-            "measured": score.to_json(),
-        }
-        if score.damage < chosen.score.damage and self._metric is None:
-            score = self._recall.judge(score, self._engine_runner(plan, engine))
-            facts["measured"] = score.to_json()
-        worse = score.damage >= chosen.score.damage
-        if worse or self._metric is not None or self._limits_missed(score):
-            why = (
-                "the user's metric judged the plan without it"
-                if self._metric is not None
-                else "it brings the outputs no nearer to the exact model on held-out inputs"
-            )
-            return Refitted({}, {"applied": False, "why": why, **facts})
-        weights = {refit.weight: refit.values for refit in refits if refit.values is not None}
-        return Refitted(weights, {"applied": bool(weights), **facts})
+        plan = self._plan(chosen.choice)
 
-    def _limits_missed(self, score: Score) -> bool:
-        return bool(PlanBudget(self._limits).misses(score))
+        def accept(score: Score, engine: Engine) -> tuple[Score, str | None]:
+            if self._metric is not None:
+                return score, "the user's metric judged the plan without it"
+            score = self._recall.judge(score, self._engine_runner(plan, engine))
+            missed = PlanBudget(self._limits).misses(score)
+            return score, f"with it the budget is missed: {'; '.join(missed)}" if missed else None
+
+        with self._clock.stage("refit"):
+            self._teach()
+            return refit_plan(self._engine, plan, self._data, self._scorer, chosen.score, accept)
 
     def verify(self, folder: Path) -> dict[str, Any]:
         """The artifact in ``folder``, as it ships, on the held-out inputs.

@@ -95,6 +95,28 @@ def test_forced_methods_are_fitted_and_their_branches_reported(
     assert all("not calibrated" not in site["reason"] for site in facts["sites"])
 
 
+def test_a_plan_with_data_is_refitted(source: Path, folder: Path, tmp_path: Path) -> None:
+    """Linear attention everywhere: an error large enough that weights make up for some."""
+    request = dataclasses.replace(REQUEST, settings=None, refit=True, calibration_tokens=4800)
+    ids = np.random.default_rng(3).integers(0, exact_folder.VOCABULARY, (40, 24))
+    left = {}
+    for name, wanted in (("bare", False), ("refitted", True)):
+        report = convert_and_distil(
+            source,
+            tmp_path / name,
+            Selection.of(["elu"]),
+            dataclasses.replace(request, refit=wanted),
+            work=folder / "work",
+        )
+        left[name] = divergence(tmp_path / name, ids)
+        assert ("refit" in report.facts) == wanted
+    facts = report.facts["refit"]
+    assert facts["applied"] and any(site["applied"] for site in facts["sites"])
+    assert left["refitted"] < 0.95 * left["bare"]
+    # Fresh random tokens, 960 of them.
+    assert left["refitted"] == pytest.approx(facts["measured"]["metrics"]["kl"], rel=0.3)
+
+
 def test_nothing_replaced_nothing_trained(source: Path, folder: Path, tmp_path: Path) -> None:
     report = convert_and_distil(
         source, tmp_path / "out", Selection.of(), REQUEST, work=folder / "work"
