@@ -13,9 +13,10 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from subquad.converter.newer_opsets import NEWEST_OPSET
 from subquad.runtime.errors import UnsupportedModelError, UsageError
 
-MIN_OPSET, MAX_OPSET = 13, 24
+MIN_OPSET, MAX_OPSET = 13, NEWEST_OPSET
 
 _MAX_PROTO = 2**31 - 1  # protobuf's limit for one message
 _MAX_DEPTH = 16  # subgraphs inside subgraphs

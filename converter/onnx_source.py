@@ -1,4 +1,4 @@
-"""An ``.onnx`` file of opset 13 to 24 -> the same graph at opset 24."""
+"""An ``.onnx`` file of opset 13 to 28 -> the same graph at opset 24."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import onnx_ir.passes.common as common
 from onnxscript import version_converter
 
 from subquad.converter.huggingface import find_companions
+from subquad.converter.newer_opsets import step_down
 from subquad.converter.onnx_checks import custom_domains, external_files, read_proto
 from subquad.converter.signature import describe_signature, extended_to
 from subquad.converter.simplify import simplify
@@ -40,7 +41,7 @@ def trace_onnx(path: Path) -> TracedModel:
     files = external_files(proto, path)
     domains = custom_domains(proto)
     if domains:
-        _check_runs(path, domains)
+        _check_runs(path, f"operators of {', '.join(domains)}")
     try:
         reference = ir.from_proto(proto)
     except (ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
@@ -52,6 +53,9 @@ def trace_onnx(path: Path) -> TracedModel:
     model = reference.clone()
     _inputs_without_defaults(model)
     _convert_version(model, path.name)
+    newer = max(reference.opset_imports.get("", 0), OPSET)
+    if newer > OPSET and not domains:
+        _check_runs(path, f"opset {newer}")
     with quiet():
         _infer_shapes(model)
         simplify(model)
@@ -71,8 +75,8 @@ def trace_onnx(path: Path) -> TracedModel:
     )
 
 
-def _check_runs(path: Path, domains: tuple[str, ...]) -> None:
-    """Operators of other domains pass only if ONNX Runtime itself knows them."""
+def _check_runs(path: Path, what: str) -> None:
+    """Operators of other domains and newer opsets pass only if ONNX Runtime itself knows them."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -85,9 +89,7 @@ def _check_runs(path: Path, domains: tuple[str, ...]) -> None:
                 str(path), sess_options=options, providers=["CPUExecutionProvider"]
             )
     except SubquadError as error:
-        raise UnsupportedModelError(
-            f"{path.name} uses operators of {', '.join(domains)}, and {error}"
-        ) from error
+        raise UnsupportedModelError(f"{path.name} uses {what}, and {error}") from error
 
 
 def _bind_external_data(model: ir.Model, files: Mapping[str, Path]) -> None:
@@ -125,6 +127,8 @@ def _inputs_without_defaults(model: ir.Model) -> None:
 
 def _convert_version(model: ir.Model, name: str) -> None:
     source = model.opset_imports.get("", 0)
+    if source > OPSET:
+        step_down(model, OPSET, name)
     try:
         with quiet():
             version_converter.convert_version(model, OPSET, fallback=True)

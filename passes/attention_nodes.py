@@ -31,6 +31,7 @@ class SharedInputs:
     score_bias: ir.Value | None = None
     slopes: ir.Value | None = None
     sink_logits: ir.Value | None = None
+    log_decay: ir.Value | None = None
 
 
 class NodeBuilder:
@@ -254,6 +255,7 @@ def variant_inputs(
         "score_bias": shared.score_bias,
         "slopes": shared.slopes,
         "sink_logits": shared.sink_logits,
+        "log_decay": shared.log_decay,
         "": None,
         **(extra or {}),
     }

@@ -27,6 +27,7 @@ from subquad.passes.recognise.affine import ZERO, OpaqueError
 from subquad.passes.recognise.bias import Separated, joint_axes, separate
 from subquad.passes.recognise.cache import cache_of
 from subquad.passes.recognise.candidates import Candidate, node_label
+from subquad.passes.recognise.decay import NoDecayError
 from subquad.passes.recognise.find import add_twins, find_candidates
 from subquad.passes.recognise.linear import check_linear
 from subquad.passes.recognise.mask import DerivedMask, ScoreShape
@@ -40,6 +41,7 @@ from subquad.passes.recognise.probe import (
     probe_masks,
     probe_node,
 )
+from subquad.passes.recognise.retention import as_decay, with_decay
 from subquad.passes.recognise.sigmoid import fold_sigmoid, without_offset
 from subquad.passes.recognise.site import AttentionSite, MaskPredicate, Proof, SiteCache
 from subquad.passes.recognise.softmax import fold_softmax
@@ -135,7 +137,10 @@ class _Raiser:
 
     def _prove(self, candidate: Candidate) -> _Proved:
         shape = candidate.score_shape(self._interpreter)
-        separated, mask_probes = self._prove_mask(candidate, shape)
+        try:
+            separated, mask_probes = self._prove_mask(candidate, shape)
+        except OpaqueError as error:
+            candidate, separated, mask_probes = self._prove_decay(candidate, shape, error)
         derived = separated.derived
         candidate = replace(
             candidate, masks=separated.masks, biases=separated.biases, alibi=separated.alibi
@@ -157,6 +162,26 @@ class _Raiser:
                 candidate.key, candidate.value, shape.query_len, self._interpreter, outputs
             )
         return _Proved(candidate, shape, derived, variant, proof, cache)
+
+    def _prove_decay(
+        self, candidate: Candidate, shape: ScoreShape, failure: OpaqueError
+    ) -> tuple[Candidate, Separated, int]:
+        """What is no mask may be a decay; ``failure`` says why it is no mask."""
+        decaying = as_decay(candidate, shape, self._interpreter)
+        if decaying is None:
+            raise failure
+        try:
+            separated, mask_probes = self._prove_mask(decaying, shape)
+            predicate = separated.derived.predicate
+            return (
+                with_decay(decaying, shape, predicate, self._interpreter),
+                separated,
+                mask_probes,
+            )
+        except NoDecayError:
+            raise
+        except OpaqueError:
+            raise failure from None
 
     def _prove_mask(self, candidate: Candidate, shape: ScoreShape) -> tuple[Separated, int]:
         counted = _counts_constants(candidate)
@@ -215,7 +240,7 @@ class _Raiser:
         terms = tuple((bias.kind, rank) for bias, rank in zip(candidate.biases, ranks, strict=True))
         cache_key = (
             *(variant, layout, broadcast, alignment, candidate.mask_axes, candidate.output_perm),
-            *(terms, slopes, columns),
+            *(terms, slopes, columns, candidate.linear),
         )
         if cache_key in self._pieces:
             return self._pieces[cache_key]
@@ -247,6 +272,8 @@ class _Raiser:
             shared = replace(shared, score_bias=total)
         if slopes:
             shared = replace(shared, slopes=builder.floats(slopes))
+        if candidate.linear is not None and candidate.linear.log_decay:
+            shared = replace(shared, log_decay=builder.floats(candidate.linear.log_decay))
         if sinks is not None:
             logits: ir.Value | None = None
             if sinks.value is not None:
@@ -366,6 +393,8 @@ class _Raiser:
             if slopes not in self._slopes:
                 self._slopes[slopes] = builder.floats(slopes)
             shared = replace(shared, slopes=self._slopes[slopes])
+        if candidate.linear is not None and candidate.linear.log_decay:
+            shared = replace(shared, log_decay=builder.floats(candidate.linear.log_decay))
         if candidate.sinks is not None:
             logits = builder.sink_logits(
                 candidate.sinks, candidate.sinks.value, proved.variant.num_heads

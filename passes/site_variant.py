@@ -25,6 +25,7 @@ def linear_variant(
         normaliser=form.normaliser,
         epsilon=form.epsilon,
         least=form.least,
+        has_decay=bool(form.log_decay),
     )
 
 

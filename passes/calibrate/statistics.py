@@ -135,6 +135,9 @@ class StatisticsCollector:
         if site.linear is not None:
             queries_here, grouped = (_features(site.linear, x) for x in (queries_here, grouped))
         scores = site.scale * (queries_here @ grouped.swapaxes(1, 2))
+        if site.linear is not None and site.linear.log_decay:
+            rates = np.repeat(site.linear.log_decay, heads // key.shape[0])[:, None, None]
+            scores = scores * np.exp(rates * np.abs(distance[rows])).astype(np.float32)
         if site.softcap:
             scores = site.softcap * np.tanh(scores / site.softcap)
         visible, distance = visible[rows], distance[rows]

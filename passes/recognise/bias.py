@@ -158,7 +158,7 @@ def uniform(value: ir.Value, interpreter: Interpreter) -> float | None:
 
 def _bias(mask: Mask, shape: ScoreShape, interpreter: Interpreter, reason: str) -> Bias:
     value, kind = mask
-    if kind == "factor":
+    if kind in ("factor", "decay"):
         raise OpaqueError(f"what weights are multiplied by is no mask: {reason}")
     tensor = interpreter.tensor(value)
     names = _AXES if shape.heads is not None else _AXES.replace("h", "")

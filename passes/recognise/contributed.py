@@ -100,6 +100,14 @@ def _linear_attention(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTen
     return _shaped(node, (*query.shape[:2], width), query.dtype)
 
 
+@_handles("CausalConvWithState")
+def _short_convolution(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTensor:
+    data = need(inputs, 0)
+    if number or set(node.attributes) - {"activation"}:
+        raise OpaqueError("CausalConvWithState with a state, or over more than channels and length")
+    return _shaped(node, data.shape, data.dtype)
+
+
 @_handles("FusedMatMul")
 def _fused_matmul(node: ir.Node, inputs: Inputs, number: int) -> SymbolicTensor:
     a, b = need(inputs, 0), need(inputs, 1)

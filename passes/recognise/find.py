@@ -20,6 +20,7 @@ from subquad.passes.recognise.candidates import (
 from subquad.passes.recognise.decomposed import read_softmax
 from subquad.passes.recognise.linear import linear_products, read_linear_operator
 from subquad.passes.recognise.other_forms import named_reason, unnormalised_attention
+from subquad.passes.recognise.recurrent import recurrent_attention
 from subquad.passes.recognise.sigmoid import read_sigmoid
 from subquad.passes.recognise.spelled_out import needs_twin, twin_of
 from subquad.passes.recognise.speller import Twin
@@ -80,7 +81,11 @@ def find_candidates(
         for other in others
         if other.sigmoid is None
     )
-    return [*found, *left_alone, *_hidden_anchors(model)]
+    recurrent = (
+        Rejection(reason, where=node_label(node))
+        for node, reason in recurrent_attention(model.graph)
+    )
+    return [*found, *left_alone, *recurrent, *_hidden_anchors(model)]
 
 
 def _read(node: ir.Node, interpreter: Interpreter, twin: Twin | OpaqueError | None) -> Candidate:

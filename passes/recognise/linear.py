@@ -27,7 +27,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from subquad.kernels.operator import UNLIMITED
-from subquad.passes.recognise.affine import OpaqueError
+from subquad.passes.recognise.affine import Affine, OpaqueError, constant, position
 from subquad.passes.recognise.bias import uniform
 from subquad.passes.recognise.candidates import (
     Candidate,
@@ -35,6 +35,7 @@ from subquad.passes.recognise.candidates import (
     int_attribute,
     node_input,
 )
+from subquad.passes.recognise.expressions import Term
 from subquad.passes.recognise.feature_maps import is_never_negative, shared_map
 from subquad.passes.recognise.layout import Operand, before_repetition
 from subquad.passes.recognise.mask import Mask, MaskKind
@@ -42,15 +43,20 @@ from subquad.passes.recognise.products import MOVEMENT, Axis, Factor, Product, P
 from subquad.passes.recognise.site import LinearForm, MaskPredicate
 from subquad.passes.recognise.subgraph import region_between
 from subquad.passes.recognise.symbolic import Interpreter
+from subquad.passes.recognise.tensors import as_int
 
 _MAX_STEPS = 12
 _MAX_TENSORS = 6
 
 
 def read_linear_operator(node: ir.Node, interpreter: Interpreter) -> Candidate:
-    """The operator ``LinearAttention`` with the update rule ``linear``, without a state."""
-    inputs = list(node.inputs) + [None] * (4 - len(node.inputs))
-    if inputs[3] is not None:
+    """The operator ``LinearAttention``, with no decay or the same for all tokens, and no state.
+
+    Raises:
+        OpaqueError: the decay comes from tokens, or states of earlier or later calls are used.
+    """
+    inputs = list(node.inputs) + [None] * (5 - len(node.inputs))
+    if inputs[3] is not None and uniform(inputs[3], interpreter) != 0.0:
         raise OpaqueError("LinearAttention that goes on from a state of earlier calls")
     used = [o.name for o in node.outputs[1:] if o.uses() or o.is_graph_output()]
     if used:
@@ -59,6 +65,9 @@ def read_linear_operator(node: ir.Node, interpreter: Interpreter) -> Candidate:
     query = Operand(node_input(node, 0), heads=heads)
     key, value = (Operand(node_input(node, place), heads=kv_heads) for place in (1, 2))
     sizes = checked_sizes(query, key, value, interpreter)
+    rule, log_decay = node.attributes.get("update_rule"), tuple[float, ...]()
+    if rule is not None and rule.as_string() == "gated":
+        log_decay = _fixed_decay(inputs[4], kv_heads, interpreter)
     scale = node.attributes.get("scale")
     given = 0.0 if scale is None else scale.as_float()
     return Candidate(
@@ -74,8 +83,50 @@ def read_linear_operator(node: ir.Node, interpreter: Interpreter) -> Candidate:
         is_causal=True,
         sizes=sizes,
         output=node.outputs[0],
-        linear=LinearForm("identity", "none"),
+        linear=LinearForm("identity", "none", log_decay=log_decay),
     )
+
+
+def _fixed_decay(
+    value: ir.Value | None, kv_heads: int, interpreter: Interpreter
+) -> tuple[float, ...]:
+    """The logarithm of the decay of each head, where it is the same for all tokens."""
+    if value is None:
+        raise OpaqueError("LinearAttention (gated) without a decay")
+    batch, length, width = interpreter.tensor(value).shape
+    columns: list[float] = []
+    for column in range(as_int(width)):
+        index = position("b", batch), position("t", length), constant(column)
+        try:
+            columns.append(_number(interpreter.element(value, index)))
+        except OpaqueError as error:
+            raise OpaqueError(
+                "LinearAttention (gated) is linear in the length already, with a decay for each "
+                "token, where HybridAttention has one for each head: it stays as it is"
+            ) from error
+    each = len(columns) // kv_heads
+    heads = [columns[number : number + each] for number in range(0, len(columns), each)]
+    if any(len(set(head)) > 1 for head in heads):
+        raise OpaqueError(
+            "LinearAttention (gated) with a decay for each feature, where HybridAttention has one "
+            "for each head: it stays as it is"
+        )
+    if max(columns) > 0:
+        raise OpaqueError(
+            "LinearAttention (gated) whose state grows: no operator of ours does that"
+        )
+    return tuple(head[0] for head in heads) if any(columns) else ()
+
+
+def _number(term: Term) -> float:
+    """The number a term is.
+
+    Raises:
+        OpaqueError: it varies.
+    """
+    if not isinstance(term, Affine) or not term.is_constant:
+        raise OpaqueError(f"expected a number, got {term}")
+    return float(term.constant)
 
 
 # --- spelled out -------------------------------------------------------------------------------

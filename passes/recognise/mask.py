@@ -18,7 +18,17 @@ from typing import Literal, TypeAlias
 import onnx_ir as ir
 
 from subquad.kernels.operator import UNLIMITED
-from subquad.passes.recognise.affine import ONE, ZERO, Affine, Number, OpaqueError, Symbol, position
+from subquad.passes.recognise.affine import (
+    ONE,
+    ZERO,
+    Affine,
+    Number,
+    OpaqueError,
+    Symbol,
+    constant,
+    position,
+)
+from subquad.passes.recognise.decay import exponent, term_of_table
 from subquad.passes.recognise.expressions import (
     AtLeastZero,
     Atom,
@@ -105,9 +115,12 @@ def derive_mask(
     Raises:
         OpaqueError: the mask is something else; the message says what.
     """
-    parts: list[tuple[Term, MaskKind]] = [
-        (_generic_element(interpreter, value, shape), kind) for value, kind in masks
-    ]
+    parts: list[tuple[Term, MaskKind]] = []
+    for value, kind in masks:
+        if kind == "decay":
+            parts += [(term, kind) for term in decay_elements(interpreter, value, shape)]
+        else:
+            parts.append((_generic_element(interpreter, value, shape), kind))
     if is_causal:
         causal = position("i", shape.query_len) - position("j", shape.kv_len)
         parts.append((at_least_zero(causal), "visible"))
@@ -139,6 +152,32 @@ def _generic_element(interpreter: Interpreter, value: ir.Value, shape: ScoreShap
     return _element(interpreter, value, tuple(index))
 
 
+def decay_elements(interpreter: Interpreter, value: ir.Value, shape: ScoreShape) -> list[Term]:
+    """What multiplies the weight of query ``i`` and key ``j``, per head it tells apart."""
+    dims, axes = interpreter.tensor(value).shape, shape.axes
+    if len(dims) > len(axes):
+        raise OpaqueError(f"a factor of shape {show(dims)} on scores of {len(axes)} axes")
+    named = list(zip(axes[len(axes) - len(dims) :], dims, strict=True))
+    heads = next((dim for (name, _), dim in named if name == "h"), ONE)
+    if not heads.is_constant:
+        raise OpaqueError(f"a factor for {heads} heads")
+    query, key = position("i", shape.query_len), position("j", shape.kv_len)
+    terms = []
+    for head in range(int(heads.constant)):
+        index = tuple(
+            ZERO if dim == ONE else constant(head) if name == "h" else position(name, size)
+            for (name, size), dim in named
+        )
+        try:
+            terms.append(_element(interpreter, value, index))
+        except OpaqueError:
+            if value.const_value is None:
+                raise
+            entry = Entry(f"constant {value.name}", index)
+            terms.append(term_of_table(entry, value.const_value.numpy(), query, key))
+    return terms
+
+
 def _element(interpreter: Interpreter, value: ir.Value, index: Index) -> Term:
     try:
         return interpreter.element(value, index)
@@ -153,6 +192,8 @@ def _visible(parts: Sequence[tuple[Term, MaskKind]], values: Mapping[Atom, Numbe
 
 
 def _part_visible(term: Term, kind: MaskKind, values: Mapping[Atom, Number]) -> bool:
+    if kind == "decay":
+        return exponent(term, values) is not None
     value = evaluate(term, values)
     if kind == "factor":
         if value not in (0, 1):
@@ -176,15 +217,16 @@ def zero_or_one(term: Term) -> bool:
     variables = atoms(term)
     if len(variables) > _MAX_ATOMS or count_functions(term) << len(variables) > _MAX_EVALUATIONS:
         raise OpaqueError(f"a mask over {len(variables)} different conditions")
-    return all(evaluate(term, row) in (0, 1) for row in _assignments(variables))
+    return all(evaluate(term, row) in (0, 1) for row in assignments(variables))
 
 
-def _assignments(variables: Sequence[Atom]) -> list[dict[Atom, Number]]:
+def assignments(variables: Sequence[Atom]) -> list[dict[Atom, Number]]:
+    """All values of these atoms that can hold together."""
     rows = itertools.product((1, 0), repeat=len(variables))
     assignments: Iterator[dict[Atom, Number]] = (
         dict(zip(variables, row, strict=True)) for row in rows
     )
-    return [assignment for assignment in assignments if _feasible(assignment)]
+    return [assignment for assignment in assignments if is_feasible(assignment)]
 
 
 def _conjunction(parts: Sequence[tuple[Term, MaskKind]]) -> dict[Atom, bool]:
@@ -193,7 +235,7 @@ def _conjunction(parts: Sequence[tuple[Term, MaskKind]]) -> dict[Atom, bool]:
     work = sum(count_functions(term) for term, _ in parts) << len(variables)
     if len(variables) > _MAX_ATOMS or work > _MAX_EVALUATIONS:
         raise OpaqueError(f"a mask over {len(variables)} different conditions")
-    table = [(row, _visible(parts, row)) for row in _assignments(variables)]
+    table = [(row, _visible(parts, row)) for row in assignments(variables)]
     seen = [row for row, visible in table if visible]
     if not seen:
         raise OpaqueError("the mask hides every key")
@@ -207,7 +249,7 @@ def _conjunction(parts: Sequence[tuple[Term, MaskKind]]) -> dict[Atom, bool]:
     return required
 
 
-def _feasible(assignment: Mapping[Atom, Number]) -> bool:
+def is_feasible(assignment: Mapping[Atom, Number]) -> bool:
     """Whether comparisons over the same difference can hold together."""
     limits: dict[tuple[tuple[Symbol, Number], ...], list[Number]] = {}
     for atom, value in assignment.items():
@@ -278,7 +320,7 @@ def _padding_test(
     if entry.dtype == "bool":
         return "nonzero"
     others = [atom for term, _ in parts for atom in atoms(term) if atom != entry]
-    rows = _assignments(list(dict.fromkeys(others)))
+    rows = assignments(list(dict.fromkeys(others)))
     factors = [part for part in parts if part[1] == "factor" and "float" in entry.dtype]
     matching = list(_PADDING_TESTS)
     for number, row in itertools.product(_other_values(parts), rows):

@@ -36,7 +36,6 @@ _REASONS = {
     "FlexAttention": "computes scores by graphs of its own",
 }
 _RULES = {
-    "gated": ", with a decay for each token, where HybridAttention has one for each head",
     "delta": ", by the delta rule, which HybridAttention has not",
     "gated_delta": ", by the delta rule, which HybridAttention has not",
 }
@@ -75,7 +74,7 @@ def named_reason(node: ir.Node) -> str:
     name = "" if rule is None else rule.as_string()
     if node.op_type == "LinearAttention":
         name = name or "gated_delta"
-        if name == "linear":
+        if name in ("linear", "gated"):
             return ""  # read by ``linear``
     what = f"{node.op_type} ({name})" if name else node.op_type
     return f"{what} {_REASONS[node.op_type]}{_RULES.get(name, '')}: it stays as it is"

@@ -249,6 +249,8 @@ def probe_masks(question: Question) -> int:
                 part = array > HIDDEN_BELOW
             elif kind == "factor":
                 part = _truth(array)
+            elif kind == "decay":
+                part = array != 0
             else:
                 part = array.astype(bool) if kind == "visible" else ~array.astype(bool)
             seen = _both(seen, part)

@@ -90,12 +90,16 @@ class Proof:
 
 @dataclass(frozen=True)
 class LinearForm:
-    """Weights that are products of features: fields as in ``HybridVariant``."""
+    """Weights that are products of features: fields as in ``HybridVariant``.
+
+    ``log_decay``: of each key/value head, per position of distance; empty: weights do not decay.
+    """
 
     feature_map: str
     normaliser: Literal["sum", "none"]
     epsilon: float = 0.0
     least: float = 0.0
+    log_decay: tuple[float, ...] = ()
 
     def describe(self) -> str:
         parts = [f"linear ({self.feature_map})"]
@@ -105,6 +109,8 @@ class LinearForm:
             parts.append(f"epsilon {self.epsilon:g}")
         if self.least:
             parts.append(f"divided by {self.least:g} at least")
+        if self.log_decay:
+            parts.append("decay")
         return ", ".join(parts)
 
 
@@ -226,6 +232,9 @@ class AttentionSite:
         fields["proof"] = Proof(**raw["proof"])
         fields["slopes"] = tuple(raw.get("slopes", ()))
         fields["biases"] = tuple(SiteBias(**bias) for bias in raw.get("biases", ()))
-        fields["linear"] = LinearForm(**raw["linear"]) if raw.get("linear") else None
+        linear = raw.get("linear")
+        if linear:
+            linear = LinearForm(**{**linear, "log_decay": tuple(linear.get("log_decay", ()))})
+        fields["linear"] = linear or None
         fields["cache"] = SiteCache(**raw["cache"]) if raw.get("cache") else None
         return AttentionSite(**fields)
