@@ -141,6 +141,23 @@ def by_key(records: Iterable[Record]) -> dict[Key, list[Record]]:
     return groups
 
 
+def _never_slower(records: Sequence[Record]) -> list[Record]:
+    """Those of one key whose parameters no machine found slower than the defaults, or wrong.
+
+    What ships runs on machines that measured nothing, so a winner on one must not lose on another.
+    Each machine says what its weightiest measurement of the parameters says.
+    """
+    last: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        place = record.params, record.machine, record.threads
+        known = last.get(place)
+        if record.status == "ok" and (known is None or _weight(record) > _weight(known)):
+            last[place] = record
+    refused = {record.params for record in last.values() if record.ratios[1] > 1}
+    refused |= {record.params for record in records if record.status == "wrong"}
+    return [record for record in records if record.params not in refused]
+
+
 def _weight(record: Record) -> tuple[Any, ...]:
     return (record.confirmed, record.rounds, record.ratios[-1], record.to_line())
 
@@ -199,7 +216,8 @@ def merge_records(sources: Sequence[Path], output: Path, *, best_only: bool = Fa
     Args:
         sources: files of records.
         output: may be one of the sources; it is replaced at the very end.
-        best_only: leave out all but the best of each key, and keys without a confirmed one.
+        best_only: leave out all but the best of each key that no machine found slower than the
+            defaults, and keys without a confirmed one.
 
     Raises:
         UsageError: a source cannot be read or holds no records.
@@ -207,7 +225,7 @@ def merge_records(sources: Sequence[Path], output: Path, *, best_only: bool = Fa
     """
     records = [record for path in sources for record in read_records(path)]
     if best_only:
-        best = [best_record(group) for group in by_key(records).values()]
+        best = [best_record(_never_slower(group)) for group in by_key(records).values()]
         records = [record for record in best if record is not None and record.confirmed]
     lines = sorted({record.to_line() for record in records})
     try:

@@ -153,6 +153,21 @@ def test_merge_of_the_best_only(tmp_path: Path) -> None:
     assert read_records(path) == [best]
 
 
+def test_what_another_machine_found_slower_is_not_merged(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    fast = record(2, 0.7, confirmed=True)
+    second = record(4, 0.9, confirmed=True)
+    elsewhere = dataclasses.replace(record(2, 1.1), machine="another")
+    append_records(path, [fast, second, elsewhere])
+    assert merge_records([path], path, best_only=True) == 1
+    assert read_records(path) == [second]
+
+    # On one machine the confirmation outweighs a first, unlucky measurement.
+    append_records(tmp_path / "one.jsonl", [fast, record(2, 1.1)])
+    assert merge_records([tmp_path / "one.jsonl"], path, best_only=True) == 1
+    assert read_records(path) == [fast]
+
+
 def test_best_does_not_depend_on_the_order() -> None:
     lucky = record(4, 0.5)
     confirmed = record(2, 0.8, rounds=21, confirmed=True)
