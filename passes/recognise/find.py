@@ -63,10 +63,17 @@ def find_candidates(
     others = list(unnormalised_attention(model.graph))
     sigmoids = {other.sigmoid for other in others if other.sigmoid is not None}
     linear = dict(linear_products(model.graph, interpreter))
+    # A softmax over features, as of efficient attention, weights no values.
+    features = {
+        operand.value.producer()
+        for candidate in linear.values()
+        if isinstance(candidate, Candidate)
+        for operand in (candidate.query, candidate.key)
+    }
     found: list[Candidate | Rejection] = []
     for node in model.graph:
         known = node in linear or node in sigmoids
-        if (not _is_anchor(node) and not known) or node in spelled:
+        if (not _is_anchor(node) and not known) or node in spelled or node in features:
             continue
         try:
             candidate = linear.get(node) or _read(node, interpreter, twins.get(node))

@@ -13,6 +13,7 @@ weights) is a factor as it is.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -446,8 +447,9 @@ class ProductReader:
         values = [self._input(node, number) for number in range(len(node.inputs))]
         if len(values) > 1 and not all(value in self._computed for value in values):
             return None
-        left, arrow, result = equation.partition("->")
-        if not arrow or "." in equation:
+        ranks = [len(self._interpreter.tensor(value).shape) for value in values]
+        left, arrow, result = _without_ellipsis(equation, ranks).partition("->")
+        if not arrow:
             raise _ApartError
         total: Product | None = None
         places: dict[str, Axis] = {}
@@ -490,6 +492,23 @@ _READERS: dict[str, Callable[[ProductReader, ir.Node], Product | None]] = {
 }
 MOVEMENT = frozenset(("Identity", "Cast", "Transpose", "Unsqueeze", "Squeeze", "Reshape"))
 """Operators that leave a product what it is."""
+
+
+def _without_ellipsis(equation: str, ranks: Sequence[int]) -> str:
+    """An Einsum's equation with letters for the axes that ``...`` stands for."""
+    left, arrow, result = equation.partition("->")
+    unused = [letter for letter in string.ascii_letters if letter not in equation]
+    operands = left.split(",")
+    if len(operands) != len(ranks):
+        raise _ApartError
+    hidden = [rank - len(o.replace("...", "")) for o, rank in zip(operands, ranks, strict=True)]
+    letters = "".join(unused[: max(hidden)])
+    # Fewer axes stand for the last ones.
+    spelled = [
+        operand.replace("...", letters[len(letters) - number :])
+        for operand, number in zip(operands, hidden, strict=True)
+    ]
+    return ",".join(spelled) + arrow + result.replace("...", letters)
 
 
 def _flag(node: ir.Node, name: str) -> bool:

@@ -97,6 +97,15 @@ def einsums(g: Graph, x: Operands) -> tuple[str, str]:
     )
 
 
+def ellipsis(g: Graph, x: Operands) -> tuple[str, str]:
+    state = g("Einsum", x.k, x.v, equation="...nd,...ne->...de")
+    total = g("ReduceSum", x.summed, [-2], keepdims=0)
+    return (
+        g("Einsum", state, x.q, equation="... d e, ... n d -> ... n e"),
+        g("Unsqueeze", g("Einsum", x.q, total, equation="...nd,...d->...n"), [3]),
+    )
+
+
 def merged(g: Graph, x: Operands) -> tuple[str, str]:
     """Einsum as torch takes it apart: matrix products of three axes."""
     length = g("Shape", x.q, start=2, end=3)
@@ -150,7 +159,7 @@ def quadratic(g: Graph, x: Operands) -> tuple[str, str]:
 
 
 Spelling = Callable[[Graph, Operands], tuple[str, str]]
-FULL: tuple[Spelling, ...] = (context, context_elementwise, einsums, merged, quadratic)
+FULL: tuple[Spelling, ...] = (context, context_elementwise, einsums, ellipsis, merged, quadratic)
 CAUSAL: tuple[Spelling, ...] = (running, running_elementwise, running_einsum)
 
 
@@ -325,6 +334,25 @@ def test_values_are_masked_as_well() -> None:
 def test_features_that_cannot_be_negative() -> None:
     site = assert_is(Form(feature=exp), epsilon=1e-6)
     assert site.linear.feature_map == "relu"
+
+
+def test_softmax_of_features() -> None:
+    """Efficient attention (Shen et al., 2018): the softmaxes are feature maps, no attention."""
+    g = Graph()
+    q, k, v = (g.input(name, FLOAT, [B, HEADS, N, DIM]) for name in "qkv")
+    q = g("Mul", g("Softmax", q, axis=-1), DIM**-0.5)
+    k = g("Softmax", k, axis=-2)
+    state = g("MatMul", g("Transpose", k, perm=[0, 1, 3, 2]), v)
+    model = g.model([g("Identity", g("MatMul", q, state))])
+    copy, result = raised(model)
+    assert not result.rejections
+    assert only_site(result).describe() == "full, linear (identity), no normaliser"
+    for length in (1, 7, 63, 64, 65):
+        rng = np.random.default_rng(length)
+        shape = (2, HEADS, length, DIM)
+        given = {name: rng.standard_normal(shape).astype(np.float32) for name in "qkv"}
+        want, got = Runner(model)(given)[0], Runner(copy)(given)[0]
+        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want), length
 
 
 def test_lengths_in_front_of_heads() -> None:
