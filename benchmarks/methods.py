@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ from typing import Any
 import numpy as np
 
 from planned import ROOT, subquad, write_texts
-from repairs import DEMO, ROUNDS, feeds_of, judge_encoder, perplexity, speedup
+from repairs import DEMO, ROUNDS, Flags, feeds_of, judge_encoder, perplexity, speedup
+from subquad.passes.methods import parse_method
 from subquad.runtime.artifact import open_manifest
+from subquad.runtime.manifest import MODEL_NAME
 
 import third_party  # isort: skip  (its folder is on the path by then)
 
@@ -59,11 +63,11 @@ def measure(model: str, folder: Path, options: argparse.Namespace) -> dict[str, 
     threads = ("--threads", options.threads) if options.threads else ()
     for method in METHODS:
         output = folder / method.replace(":", "-").replace("=", "").replace(",", "-")
-        report = subquad(
-            *("convert", source, output, "--force", method, "--calibrate", "--data", data),
-            *("--lengths", str(length), "--kernels", options.kernels, *threads),
-            *("--calibration-tokens", CALIBRATION_TOKENS),
-        )
+        flags: Flags = ("--force", method, "--kernels", options.kernels)
+        if parse_method(method)[0].learns:
+            flags += ("--calibrate", "--data", data, "--lengths", str(length), *threads)
+            flags += ("--calibration-tokens", CALIBRATION_TOKENS)
+        report = subquad("convert", source, output, *flags)
         fits = [fit["after"] for fit in report.get("calibration", [])]
         entry: dict[str, Any] = {"seconds": sum(report["seconds"].values())}
         if fits:
@@ -73,15 +77,21 @@ def measure(model: str, folder: Path, options: argparse.Namespace) -> dict[str, 
             entry |= perplexity(output, tests["code"], length, options.rows)
         else:
             entry |= judge_encoder(output, folder / "dense")
-        flags = ("--lengths", str(length), "--unchecked", "--rounds", "1", *threads)
-        (case,) = subquad("bench", output, *flags)["cases"]
         ids = np.random.default_rng(0).integers(0, IDS, (1, length))
         feeds = feeds_of(open_manifest(output)[1], ids)
         entry["speedup"] = speedup(output, folder / "dense", feeds, options.threads)
-        entry["peak"] = case["artifact_peak_bytes"]
+        entry["peak"] = peak_bytes(output, length, options.threads)
         found[method] = entry
         print(f"{model}: {method} done", flush=True)
     return found
+
+
+def peak_bytes(artifact: Path, length: int, threads: str | None) -> int:
+    """Largest resident memory of a process that runs the artifact once."""
+    task = {"folder": str(artifact), "file": MODEL_NAME, "length": length, "batch": 1, "seed": 0}
+    task |= {"provider": "cpu", "threads": int(threads) if threads else None, "kernels": "auto"}
+    command = [sys.executable, "-m", "subquad.runtime.memory_probe", json.dumps(task)]
+    return int(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
 
 
 def table(model: str, found: dict[str, dict[str, Any]]) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planned import ROOT, articles, sources, subquad
+from planned import ROOT, articles, sources, subquad, write_texts
 
 import third_party  # isort: skip  (its folder is on the path by then)
 
@@ -36,16 +36,8 @@ Flags = tuple[str | Path, ...]
 DEMO = ROOT / "examples" / "demo_model"
 LENGTH = 1024
 METHOD = "lolcats:size=64,sinks=4"
-DISTIL = {
-    "demo": "rank=32,steps=500,learning_rate=0.005",
-    "minilm": "rank=16,steps=100,learning_rate=0.005",
-}
-DISTIL_TOKENS = "524288"
-"""Of the demo model."""
+DISTIL = "rank=16,steps=100,learning_rate=0.005"
 ENCODER_LENGTH = 512
-ENCODER_TOKENS = "65536"
-"""Of MiniLM, for repair."""
-PIECE = 4000
 LEE_TOKENS = 384
 ROUNDS = 15
 CALIBRATED_ON = ("endgame_nagg_nell", "two_cities")
@@ -78,7 +70,7 @@ def demo(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     test = folder / "test.txt"
     test.write_text("\n\n\n".join(documents[::3]), "utf-8")
     shared: Flags = ("--lengths", str(LENGTH), "--data", data, *_threads(options))
-    tokens = ("--calibration-tokens", DISTIL_TOKENS, "--heldout-tokens", "8192")
+    tokens = ("--calibration-tokens", "32768", "--heldout-tokens", "4096")
     ways: dict[str, Flags] = {
         "as they start": (),
         "fitted": ("--calibrate", *shared, *tokens),
@@ -173,8 +165,7 @@ def judge_encoder(artifact: Path, exact: Path) -> dict[str, float]:
 
 def minilm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """MiniLM: planned within a budget, and every attention as lolcats with repair."""
-    data = folder / "wikipedia.jsonl"
-    data.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in _pieces()), "utf-8")
+    data = write_texts(folder)[0] / "wikipedia"
     source = third_party.minilm_l6()
     shared: Flags = ("--lengths", str(ENCODER_LENGTH), "--data", data, *_threads(options))
     kernels = ("--kernels", options.kernels)
@@ -203,7 +194,7 @@ def minilm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     method = "lolcats:size=64"
     report = subquad(
         *("convert", source, folder / "forced", "--force", method),
-        *("--distil", options.distil, "--calibration-tokens", ENCODER_TOKENS, *shared, *kernels),
+        *("--distil", options.distil, *shared, *kernels),
     )
     found[f"forced {method}, repaired"] = {
         "seconds": sum(report["seconds"].values()),
@@ -211,16 +202,6 @@ def minilm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         **judge_encoder(folder / "forced", folder / "exact"),
     }
     return found
-
-
-def _pieces() -> list[str]:
-    """Of articles that nothing is judged by: each is longer than the rows, which it fills."""
-    rest = [text for index, text in enumerate(articles()) if index % 3]
-    return [
-        text[start : start + PIECE]
-        for text in rest[:48]
-        for start in range(0, min(len(text) - PIECE, 5 * PIECE), PIECE)
-    ]
 
 
 def speedup(
@@ -337,12 +318,11 @@ def main() -> None:
     parser.add_argument(
         "--minimize", nargs="*", default=["flops"], help="of minilm; none: no plan, only repair"
     )
-    parser.add_argument("--distil", help=f"how to train [default: {DISTIL}]")
+    parser.add_argument("--distil", default=DISTIL)
     parser.add_argument("--threads")
-    parser.add_argument("--rows", type=int, default=8, help="rows of the test text")
+    parser.add_argument("--rows", type=int, default=4, help="rows of the test text")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    options.distil = options.distil or DISTIL.get(options.what)
     measure, show = WHAT[options.what]
     with tempfile.TemporaryDirectory(prefix="subquad-repairs-") as scratch:
         found = measure(Path(scratch), options)
