@@ -63,6 +63,7 @@ def find_candidates(
     others = list(unnormalised_attention(model.graph))
     sigmoids = {other.sigmoid for other in others if other.sigmoid is not None}
     linear = dict(linear_products(model.graph, interpreter))
+    linear |= dict(recurrent_attention(model.graph, interpreter))
     # A softmax over features, as of efficient attention, weights no values.
     features = {
         operand.value.producer()
@@ -88,11 +89,7 @@ def find_candidates(
         for other in others
         if other.sigmoid is None
     )
-    recurrent = (
-        Rejection(reason, where=node_label(node))
-        for node, reason in recurrent_attention(model.graph)
-    )
-    return [*found, *left_alone, *recurrent, *_hidden_anchors(model)]
+    return [*found, *left_alone, *_hidden_anchors(model)]
 
 
 def _read(node: ir.Node, interpreter: Interpreter, twin: Twin | OpaqueError | None) -> Candidate:

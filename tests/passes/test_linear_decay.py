@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from masked_attention import only_site, raised
-from onnx_graphs import FLOAT, Graph, Runner
+from onnx_graphs import FLOAT, Graph, Runner, inferred
 from subquad.passes.raise_attention import raise_attention
 from subquad.passes.recognise.candidates import Candidate
 
@@ -327,61 +327,174 @@ def test_other_gates_say_why(decay: Any, reason: str) -> None:
 # --- recurrences -----------------------------------------------------------------------------
 
 
-def scan(outer: bool) -> ir.Model:
-    """``S = decay S + k v^T; o = q S``, or a cell that multiplies element by element."""
-    info = helper.make_tensor_value_info
-    if outer:
-        nodes = [
-            helper.make_node("Mul", ["s", "decay"], ["kept"]),
-            helper.make_node("Unsqueeze", ["k", "last"], ["column"]),
-            helper.make_node("Unsqueeze", ["v", "before"], ["row"]),
-            helper.make_node("Mul", ["column", "row"], ["update"]),
-            helper.make_node("Add", ["kept", "update"], ["new"]),
-            helper.make_node("Unsqueeze", ["q", "before"], ["query"]),
-            helper.make_node("MatMul", ["query", "new"], ["o4"]),
-            helper.make_node("Squeeze", ["o4", "before"], ["o"]),
-        ]
-    else:
-        nodes = [
+def cell() -> ir.Model:
+    """A recurrent cell that multiplies element by element."""
+    return scan(
+        [
             helper.make_node("Mul", ["s", "k"], ["kept"]),
             helper.make_node("Mul", ["q", "v"], ["update"]),
             helper.make_node("Add", ["kept", "update"], ["new"]),
             helper.make_node("Tanh", ["new"], ["o"]),
-        ]
-    token: list[int | str] = ["b", HEADS, DIM]
-    state = [*token, DIM] if outer else token
+        ],
+        state=(DIM,),
+        value_dim=DIM,
+    )
+
+
+PER_HEAD = per_head()
+STEP = [
+    helper.make_node("Mul", ["s", "decay"], ["kept"]),
+    helper.make_node("Unsqueeze", ["k", "last"], ["column"]),
+    helper.make_node("Unsqueeze", ["v", "before"], ["row"]),
+    helper.make_node("Mul", ["column", "row"], ["update"]),
+    helper.make_node("Add", ["kept", "update"], ["new"]),
+    helper.make_node("Unsqueeze", ["q", "before"], ["query"]),
+    helper.make_node("MatMul", ["query", "new"], ["o4"]),
+    helper.make_node("Squeeze", ["o4", "before"], ["o5"]),
+    helper.make_node("Mul", ["o5", "scale"], ["o"]),
+]
+BY_EINSUM = [
+    helper.make_node("Mul", ["decay", "s"], ["kept"]),
+    helper.make_node("Einsum", ["k", "v"], ["update"], equation="bhd,bhe->bhde"),
+    helper.make_node("Add", ["update", "kept"], ["new"]),
+    helper.make_node("Einsum", ["q", "new"], ["o5"], equation="bhd,bhde->bhe"),
+    helper.make_node("Mul", ["o5", "scale"], ["o"]),
+]
+BEFORE_THE_UPDATE = [
+    helper.make_node(n.op_type, ["query", "s"], ["o4"]) if n.output[0] == "o4" else n for n in STEP
+]
+
+
+def scan(
+    nodes: list[onnx.NodeProto],
+    *,
+    state: tuple[int, ...] = (DIM, VALUE_DIM),
+    value_dim: int = VALUE_DIM,
+    decay: NDArray[Any] = PER_HEAD,
+    axis: int = 0,
+    zeros: bool = True,
+    keep_end: bool = False,
+    **attributes: Any,
+) -> ir.Model:
+    """Tokens along ``axis``; ``s`` is the state, ``o`` the result of a step."""
+    info = helper.make_tensor_value_info
+    widths = {"q": DIM, "k": DIM, "v": value_dim}
     body = helper.make_graph(
         nodes,
         "body",
-        [info("s", FLOAT, state), *(info(name, FLOAT, token) for name in "qkv")],
-        [info("new", FLOAT, state), info("o", FLOAT, token)],
-        initializer=[
-            onnx.numpy_helper.from_array(np.array([-1]), "last"),
-            onnx.numpy_helper.from_array(np.array([-2]), "before"),
-            onnx.numpy_helper.from_array(np.array(0.9, np.float32), "decay"),
+        [
+            info("s", FLOAT, [B, HEADS, *state]),
+            *(info(name, FLOAT, [B, HEADS, width]) for name, width in widths.items()),
         ],
+        [info("new", FLOAT, [B, HEADS, *state]), info("o", FLOAT, [B, HEADS, value_dim])],
     )
-    main = helper.make_node(
-        "Scan", ["s0", *"xyz"], ["end", "out"], name="scan", num_scan_inputs=3, body=body
-    )
-    shapes = {"s0": state, **dict.fromkeys("xyz", [N, *token])}
+    axes: dict[str, Any] = {}
+    if axis:
+        axes = {"scan_input_axes": [axis] * 3, "scan_output_axes": [axis]}
+    main = [
+        helper.make_node(
+            "Shape", ["q0"], ["batch_size"], start=int(not axis), end=2 - int(axis > 0)
+        ),
+        helper.make_node("Concat", ["batch_size", "state_shape"], ["shape"], axis=0),
+        helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
+        helper.make_node(
+            "Scan",
+            ["zeros" if zeros else "s0", "q0", "k0", "v0"],
+            ["end", "out"],
+            name="scan",
+            num_scan_inputs=3,
+            body=body,
+            **axes,
+            **attributes,
+        ),
+        helper.make_node("Identity", ["out"], ["y"]),
+    ]
+
+    def outside(width: int) -> list[int | str]:
+        dims: list[int | str] = [B, HEADS, width]
+        dims.insert(axis, N)
+        return dims
+
+    outputs = [info("y", FLOAT, outside(value_dim))]
+    if keep_end:
+        outputs.append(info("end", FLOAT, [B, HEADS, *state]))
+    constants = {
+        "last": np.array([-1]),
+        "before": np.array([-2]),
+        "decay": decay,
+        "scale": np.array(0.3, np.float32),
+        "state_shape": np.array([HEADS, *state]),
+    }
     graph = helper.make_graph(
-        [main],
+        main,
         "test",
-        [info(name, FLOAT, shape) for name, shape in shapes.items()],
-        [info("out", FLOAT, [N, *token])],
+        [
+            *([] if zeros else [info("s0", FLOAT, [B, HEADS, *state])]),
+            *(info(f"{name}0", FLOAT, outside(width)) for name, width in widths.items()),
+        ],
+        outputs,
+        initializer=[onnx.numpy_helper.from_array(a, name) for name, a in constants.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
     onnx.checker.check_model(model)
-    return ir.from_proto(model)
+    return inferred(ir.from_proto(model))
 
 
-def test_a_recurrence_is_named() -> None:
-    result = raise_attention(scan(outer=True))
+@pytest.mark.parametrize("nodes", [STEP, BY_EINSUM], ids=["matmul", "einsum"])
+@pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.parametrize(
+    "gammas", [GAMMAS, np.full(HEADS, 0.9, np.float32), np.ones(HEADS, np.float32)]
+)
+def test_a_scan_over_tokens(nodes: list[onnx.NodeProto], axis: int, gammas: NDArray[Any]) -> None:
+    shared = len(set(gammas)) == 1
+    model = scan(nodes, axis=axis, decay=gammas[0].reshape(()) if shared else per_head(gammas))
+    copy, result = raised(model)
+    site = only_site(result)
+    assert not result.rejections and site.mask.describe() == "causal" and site.linear is not None
+    assert site.linear.log_decay == pytest.approx(
+        () if gammas[0] == 1 else tuple(np.log(gammas.astype(float))), rel=1e-6
+    )
+    assert not any(node.op_type == "Scan" for node in copy.graph)
+    for length in (1, 7, 63, 64, 65):
+        given = feeds(length)
+        want = oracle(given, gammas, normalised=False, scale=0.3)
+        moved = {f"{n}0": np.moveaxis(x, 2, axis) for n, x in given.items()}
+        got = np.moveaxis(Runner(copy)(moved)[0], axis, 2)
+        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want), length
+
+
+RECURRENCES: dict[str, tuple[Callable[[], ir.Model], str]] = {
+    "an input as state": (lambda: scan(STEP, zeros=False), "begins with a state that is not zero"),
+    "the state at its end": (lambda: scan(STEP, keep_end=True), "the state at its end is used"),
+    "backwards": (
+        lambda: scan(STEP, scan_input_directions=[1] * 3, scan_output_directions=[1]),
+        "it runs backwards",
+    ),
+    "one backwards": (lambda: scan(STEP, scan_input_directions=[0, 1, 0]), "it runs backwards"),
+    "the state before the update": (
+        lambda: scan(BEFORE_THE_UPDATE),
+        "not a query times the state with the token's own key",
+    ),
+    "a state that grows": (
+        lambda: scan(STEP, decay=per_head(1 / GAMMAS)),
+        "its state is multiplied by 1.0309",
+    ),
+    "a decay for each feature": (
+        lambda: scan(STEP, decay=np.linspace(0.5, 1, DIM).astype("f4").reshape(DIM, 1)),
+        "by more than one number for each head",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_other_recurrences_are_named(name: str) -> None:
+    build, reason = RECURRENCES[name]
+    result = raise_attention(build())
     assert not result.sites and [r.where for r in result.rejections] == ["scan"]
     assert "Scan adds up products of keys and values" in result.rejections[0].reason
+    assert reason in result.rejections[0].reason
 
 
 def test_cells_of_other_kinds_are_not_named() -> None:
-    result = raise_attention(scan(outer=False))
+    result = raise_attention(cell())
     assert not result.sites and not result.rejections
