@@ -79,6 +79,7 @@ def test_inspect_shows_where_heads_look(run: Run, folder: Path, tmp_path: Path) 
         (("plan", "m.onnx", "--budget", "kl=1", "--minimize", "fun"), "--minimize"),
         (("convert", "m.onnx", "out", "--budget", "kl=1", "--force", "elu"), "neither with"),
         (("convert", "m.onnx", "out", "--budget", "kl=1", "--plan", "p.json"), "neither with"),
+        (("convert", "m.onnx", "out", "--plan", "p.json", "--data", "t", "--cache"), "--no-refit"),
         (("convert", "m.onnx", "out", "--plan", "p.json"), "cannot be read"),
         (("convert", "m.onnx", "out", "--plan", "p.json", "--force", "elu"), "drop --force"),
     ],
