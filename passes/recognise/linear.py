@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations
 from typing import Literal
 
 import onnx_ir as ir
@@ -40,13 +39,13 @@ from subquad.passes.recognise.feature_maps import is_never_negative, shared_map
 from subquad.passes.recognise.layout import Operand, before_repetition
 from subquad.passes.recognise.mask import Mask, MaskKind
 from subquad.passes.recognise.products import MOVEMENT, Axis, Factor, Product, ProductReader
+from subquad.passes.recognise.roles import Roles, roles_of
 from subquad.passes.recognise.site import LinearForm, MaskPredicate
 from subquad.passes.recognise.subgraph import region_between
 from subquad.passes.recognise.symbolic import Interpreter
 from subquad.passes.recognise.tensors import as_int
 
 _MAX_STEPS = 12
-_MAX_TENSORS = 6
 
 
 def read_linear_operator(node: ir.Node, interpreter: Interpreter) -> Candidate:
@@ -132,37 +131,6 @@ def _number(term: Term) -> float:
 # --- spelled out -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Roles:
-    """What the tensors of a product are to an attention.
-
-    Attributes:
-        query, key, value: the tensors.
-        masks: other tensors that multiply, over queries, keys or both.
-        divisors: tensors that divide.
-        batch, heads, queries, keys, features, dims: axes; of the first two also none.
-    """
-
-    query: Factor
-    key: Factor
-    value: Factor
-    masks: tuple[Factor, ...]
-    divisors: tuple[Factor, ...]
-    batch: Axis
-    heads: Axis
-    queries: int
-    keys: int
-    features: int
-    dims: int
-    rank: int
-
-    @property
-    def scores(self) -> tuple[Axis, ...]:
-        """The axes of the weights."""
-        inner: tuple[Axis, ...] = ((self.queries,), (self.keys,))
-        return (self.batch, self.heads, *inner) if self.rank == 4 else (self.batch, *inner)
-
-
 def linear_products(
     graph: ir.Graph, interpreter: Interpreter
 ) -> Iterator[tuple[ir.Node, Candidate | OpaqueError]]:
@@ -171,7 +139,7 @@ def linear_products(
     What is no attention is passed over.
     """
     reader = ProductReader(graph, interpreter)
-    found: dict[ir.Value, _Roles] = {}
+    found: dict[ir.Value, Roles] = {}
     moved: dict[ir.Value, ir.Value] = {}
     for node in graph:
         output = node.outputs[0]
@@ -181,7 +149,7 @@ def linear_products(
         if node.op_type in MOVEMENT and sources[0] in found:
             moved[output] = sources[0]
             continue
-        roles = _roles(reader.of(output), reader)
+        roles = roles_of(reader.of(output), reader)
         if roles is not None:
             found[output] = roles
     whole = {v: _part_of(v, found, moved) for v in found}
@@ -207,7 +175,7 @@ class _UnknownDivisorError(OpaqueError):
 def _undivided(
     output: ir.Value,
     error: OpaqueError,
-    found: dict[ir.Value, _Roles],
+    found: dict[ir.Value, Roles],
     moved: dict[ir.Value, ir.Value],
     reader: ProductReader,
     interpreter: Interpreter,
@@ -229,7 +197,7 @@ def _undivided(
 
 
 def _part_of(
-    value: ir.Value, found: dict[ir.Value, _Roles], moved: dict[ir.Value, ir.Value]
+    value: ir.Value, found: dict[ir.Value, Roles], moved: dict[ir.Value, ir.Value]
 ) -> ir.Value | None:
     """What is computed from ``value`` alone and is attention, too."""
     ends: set[ir.Value] = set()
@@ -250,77 +218,8 @@ def _part_of(
     return end if end in found else None
 
 
-def _roles(product: Product, reader: ProductReader) -> _Roles | None:
-    """Which tensor is what; ``None``: the product is no attention."""
-    result = [axis for axis in product.axes if axis]
-    if len(product.axes) not in (3, 4) or any(len(axis) > 1 for axis in result):
-        return None
-    if len(product.summed) != 2:
-        return None
-    tensors = [f for f in product.factors if f.acts == "times" and len(f.labels) > 1]
-    if not 3 <= len(tensors) <= _MAX_TENSORS:
-        return None
-    fitting = [
-        roles
-        for query, key, value in permutations(tensors, 3)
-        if (roles := _fitting(product, query, key, value, reader)) is not None
-    ]
-    # A product of three matrices may be read from either end: rows of the result are queries.
-    order = [axis[0] for axis in result]
-    fitting.sort(key=lambda roles: order.index(roles.queries) > order.index(roles.dims))
-    return fitting[0] if fitting else None
-
-
-def _fitting(
-    product: Product, query: Factor, key: Factor, value: Factor, reader: ProductReader
-) -> _Roles | None:
-    summed, result = product.summed, product.result
-    features = query.labels & key.labels & summed
-    keys = key.labels & value.labels & summed
-    queries = query.labels & result - key.labels - value.labels
-    dims = value.labels & result - key.labels - query.labels
-    if not len(features) == len(keys) == len(queries) == len(dims) == 1 or features == keys:
-        return None
-    ends = features | keys | queries | dims
-    batch = (query.labels | key.labels | value.labels) - ends
-    if not batch <= result or features & value.labels or keys & query.labels:
-        return None
-    if result - queries - dims - batch:
-        return None
-    (feature,), (of_keys,), (of_queries,), (dim,) = features, keys, queries, dims
-    sizes = [reader.sizes[label] for label in (feature, dim)]
-    length = reader.sizes[of_keys]
-    if not all(size.is_constant for size in sizes):
-        return None
-    if length.is_constant and length.constant <= max(size.constant for size in sizes):
-        return None  # fewer keys than features: the other order is the shorter one
-    rest = [f for f in product.factors if f not in (query, key, value)]
-    allowed = batch | keys | queries
-    if any(not f.labels <= allowed for f in rest):
-        return None
-    outer = [axis for axis in product.axes if axis not in ((of_queries,), (dim,))]
-    if len(outer) == 2 and outer[0] and reader.sizes[outer[0][0]].is_constant:
-        # Batch rows may be any number, heads may not.
-        if outer[1] and not reader.sizes[outer[1][0]].is_constant:
-            outer.reverse()
-    return _Roles(
-        query=query,
-        key=key,
-        value=value,
-        masks=tuple(f for f in rest if f.acts != "divides"),
-        divisors=tuple(f for f in rest if f.acts == "divides"),
-        batch=outer[0] if outer else (),
-        heads=outer[1] if len(outer) == 2 else (),
-        queries=of_queries,
-        keys=of_keys,
-        features=feature,
-        dims=dim,
-        rank=len(product.axes),
-    )
-
-
 def _candidate(
-    output: ir.Value, roles: _Roles, reader: ProductReader, interpreter: Interpreter
+    output: ir.Value, roles: Roles, reader: ProductReader, interpreter: Interpreter
 ) -> Candidate:
     product = reader.of(output)
     node = output.producer()
@@ -363,7 +262,7 @@ def _candidate(
     )
 
 
-def _output_orders(roles: _Roles) -> tuple[tuple[Axis, ...], ...]:
+def _output_orders(roles: Roles) -> tuple[tuple[Axis, ...], ...]:
     inner: tuple[Axis, ...] = ((roles.queries,), (roles.dims,))
     return ((roles.batch, roles.heads, *inner) if roles.rank == 4 else (roles.batch, *inner),)
 
@@ -381,7 +280,7 @@ def _places(axes: tuple[Axis, ...], wanted: tuple[Axis, ...]) -> tuple[int, ...]
     return None if places == sorted(places) else tuple(places)
 
 
-def _runs_forward(product: Product, roles: _Roles) -> bool:
+def _runs_forward(product: Product, roles: Roles) -> bool:
     """Whether the sum over keys runs with the queries.
 
     Raises:
@@ -420,7 +319,7 @@ class _Sums:
     """The sums over keys, and what divides them."""
 
     def __init__(
-        self, product: Product, roles: _Roles, reader: ProductReader, interpreter: Interpreter
+        self, product: Product, roles: Roles, reader: ProductReader, interpreter: Interpreter
     ) -> None:
         self._product, self._roles, self._reader = product, roles, reader
         self._interpreter = interpreter
@@ -543,7 +442,7 @@ def _same_axes(theirs: Factor, ours: Factor, names: dict[int, int]) -> bool:
     return True
 
 
-def _check_inner_uses(output: ir.Value, roles: _Roles, reader: ProductReader) -> None:
+def _check_inner_uses(output: ir.Value, roles: Roles, reader: ProductReader) -> None:
     """What would be computed anyway is not worth replacing."""
     cut = [f.value for f in (roles.query, roles.key, roles.value, *roles.masks)]
     region = region_between([output], cut)
@@ -570,7 +469,7 @@ def _check_inner_uses(output: ir.Value, roles: _Roles, reader: ProductReader) ->
 class _Arranged:
     """Tensors in the order of axes that a candidate has; adds nodes that move axes."""
 
-    def __init__(self, roles: _Roles, interpreter: Interpreter) -> None:
+    def __init__(self, roles: Roles, interpreter: Interpreter) -> None:
         self._roles, self._interpreter = roles, interpreter
 
     def operand(self, factor: Factor, length: int, width: int) -> Operand:
