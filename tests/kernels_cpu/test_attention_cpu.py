@@ -11,7 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from oracles import Case, mask_of, random_case, reference, relative_error
+import kernel_cases
+from oracles import mask_of, random_case, reference, relative_error
 from subquad.kernels.attention.cpu import TEMPLATE
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.hybrid.semantics import HybridVariant
@@ -27,36 +28,17 @@ WINDOW = AttentionVariant(2, 1, 80, 80, 0.1, window_left=40, window_right=0, has
 BAND = AttentionVariant(3, 3, 16, 33, 0.25, softcap=5.0, window_left=9, window_right=70)
 LEFT_ONLY = AttentionVariant(2, 2, 8, 8, 0.3, window_left=10, has_key_mask=True)
 VARIANTS = [PLAIN, CAUSAL, MASKED, CAUSAL_MASKED, WINDOW, BAND, LEFT_ONLY]
-LENGTHS = [1, 7, 63, 64, 65, 200]
 
 # float32 sums of <= 200 terms, softmax weights to 2e-7 each
 TOLERANCE = 1e-6
 
 
-def cases(rng: np.random.Generator, variant: AttentionVariant, **kwargs: Any) -> list[Case]:
-    """Every length, kind of mask, and queries that are all or the last third of the slots."""
-    kinds = ("none", "left", "right", "holes", "empty_row") if variant.has_key_mask else ("none",)
-    return [
-        random_case(
-            rng,
-            variant,
-            query_len=query_len,
-            kv_len=length,
-            mask=mask_of(kind, 2, length, rng),
-            **kwargs,
-        )
-        for length in LENGTHS
-        for kind in kinds
-        for query_len in {length, -(-length // 3)}
-    ]
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.overload)
 def test_kernel_equals_reference(run_kernel: RunKernel, variant: AttentionVariant) -> None:
     rng = np.random.default_rng(0)
-    for case in cases(rng, variant):
+    kinds = ("none", "left", "right", "holes", "empty_row")
+    for sizes, case in kernel_cases.cases(rng, variant, kinds=kinds):
         got, want = run_kernel(variant, case), reference(variant, case)
-        sizes = (case.query.shape[2], case.key.shape[2])
         assert relative_error(got, want) < TOLERANCE, sizes
         assert not got[want == 0.0].any(), "rows that see no key must be exact zeros"
 

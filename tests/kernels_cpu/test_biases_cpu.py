@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from oracles import mask_of, random_case, reference_all, relative_error
+import kernel_cases
+from oracles import random_case, reference_all, relative_error
 from subquad.kernels.attention.semantics import AttentionVariant
 
 RunKernelAll = Callable[..., list[NDArray[np.float32]]]
@@ -34,12 +34,7 @@ OTHERS = [
     AttentionVariant(3, 1, 8, 8, 0.3, alibi="signed", window_right=0, has_key_mask=True),
     AttentionVariant(4, 2, 8, 8, 0.3, score_bias="bhq", has_sink_logits=True, has_lse=True),
 ]
-every_variant = pytest.mark.parametrize(
-    "variant",
-    # Compiling a kernel takes seconds.
-    [*SOME, *(pytest.param(variant, marks=pytest.mark.slow) for variant in OTHERS)],
-    ids=lambda v: v.overload,
-)
+every_variant = kernel_cases.every_variant(SOME, OTHERS)
 
 # float32 sums of <= 200 terms, weights to 2e-7 each; biases as large as scores
 TOLERANCE = 1.5e-6
@@ -48,19 +43,14 @@ TOLERANCE = 1.5e-6
 @every_variant
 def test_kernel_equals_reference(run_kernel_all: RunKernelAll, variant: AttentionVariant) -> None:
     rng = np.random.default_rng(0)
-    kinds = ("none", "left", "holes", "empty_row") if variant.has_key_mask else ("none",)
-    for length in (1, 7, 65, 200):
-        for kind in kinds:
-            for query_len in {length, -(-length // 3)}:
-                mask = mask_of(kind, 2, length, rng)
-                case = random_case(rng, variant, query_len=query_len, kv_len=length, mask=mask)
-                got, want = run_kernel_all(variant, case), reference_all(variant, case)
-                assert relative_error(got[0], want[0]) < TOLERANCE, (query_len, length, kind)
-                assert not got[0][want[0] == 0.0].any()
-                for rows, wanted in zip(got[1:], want[1:], strict=True):
-                    assert np.array_equal(np.isneginf(rows), np.isneginf(wanted))
-                    # Numbers up to 10 from sums of <= 200 terms.
-                    np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=4e-6)
+    for sizes, case in kernel_cases.cases(rng, variant, (1, 7, 65, 200)):
+        got, want = run_kernel_all(variant, case), reference_all(variant, case)
+        assert relative_error(got[0], want[0]) < TOLERANCE, sizes
+        assert not got[0][want[0] == 0.0].any()
+        for rows, wanted in zip(got[1:], want[1:], strict=True):
+            assert np.array_equal(np.isneginf(rows), np.isneginf(wanted))
+            # Numbers up to 10 from sums of <= 200 terms.
+            np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=4e-6)
 
 
 @every_variant
@@ -69,15 +59,12 @@ def test_few_queries_over_many_keys(
 ) -> None:
     """Decoding: the keys are cut into parts; some parts hold no key that a row sees."""
     rng = np.random.default_rng(3)
-    for kv_len in (257, 1000):
-        for query_len in (1, 3, 7, 16):
-            mask = mask_of("left" if variant.has_key_mask else "none", 2, kv_len, rng)
-            case = random_case(rng, variant, query_len=query_len, kv_len=kv_len, mask=mask)
-            got, want = run_kernel_all(variant, case), reference_all(variant, case)
-            assert relative_error(got[0], want[0]) < TOLERANCE, (query_len, kv_len)
-            for rows, wanted in zip(got[1:], want[1:], strict=True):
-                assert np.array_equal(np.isneginf(rows), np.isneginf(wanted))
-                np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=4e-6)
+    for sizes, case in kernel_cases.decoding_cases(rng, variant):
+        got, want = run_kernel_all(variant, case), reference_all(variant, case)
+        assert relative_error(got[0], want[0]) < TOLERANCE, sizes
+        for rows, wanted in zip(got[1:], want[1:], strict=True):
+            assert np.array_equal(np.isneginf(rows), np.isneginf(wanted))
+            np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=4e-6)
 
 
 def test_row_outputs_of_large_scores(run_kernel_all: RunKernelAll) -> None:

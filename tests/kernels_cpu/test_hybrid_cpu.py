@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+import kernel_cases
 from oracles import mask_of, prefix, random_case, reference, relative_error
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.hybrid.cpu import TEMPLATE
@@ -80,15 +81,11 @@ TOLERANCE = 1e-6
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.overload)
 def test_kernel_equals_reference(run_kernel: RunKernel, variant: HybridVariant) -> None:
     rng = np.random.default_rng(0)
-    kinds = ("none", "left", "right", "holes", "empty_row") if variant.has_key_mask else ("none",)
-    for length in LENGTHS:
-        for kind in kinds:
-            for query_len in {length, -(-length // 3)}:
-                mask = mask_of(kind, 2, length, rng)
-                case = random_case(rng, variant, query_len=query_len, kv_len=length, mask=mask)
-                got, want = run_kernel(variant, case), reference(variant, case)
-                assert relative_error(got, want) < TOLERANCE, (query_len, length, kind)
-                assert not got[want == 0.0].any(), "rows that see no key must be exact zeros"
+    kinds = ("none", "left", "right", "holes", "empty_row")
+    for sizes, case in kernel_cases.cases(rng, variant, LENGTHS, kinds):
+        got, want = run_kernel(variant, case), reference(variant, case)
+        assert relative_error(got, want) < TOLERANCE, sizes
+        assert not got[want == 0.0].any(), "rows that see no key must be exact zeros"
 
 
 @pytest.mark.parametrize("gain", [6.0, 20.0])

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
+import kernel_cases
 from oracles import mask_of, random_case, reference, relative_error
 from subquad.kernels.attention.semantics import AttentionVariant
 
@@ -36,12 +36,7 @@ OTHERS = [
     AttentionVariant(3, 1, 8, 5, 0.6, score_bias="1", score_function="sigmoid"),
     AttentionVariant(4, 2, 8, 8, 0.6, window_left=9, score_bias="bq", score_function="sigmoid"),
 ]
-every_variant = pytest.mark.parametrize(
-    "variant",
-    # Compiling a kernel takes seconds.
-    [*SOME, *(pytest.param(variant, marks=pytest.mark.slow) for variant in OTHERS)],
-    ids=lambda v: v.overload,
-)
+every_variant = kernel_cases.every_variant(SOME, OTHERS)
 
 # float32 sums of <= 1000 terms, weights to 5e-7 each
 TOLERANCE = 1.5e-6
@@ -50,27 +45,19 @@ TOLERANCE = 1.5e-6
 @every_variant
 def test_kernel_equals_reference(run_kernel: RunKernel, variant: AttentionVariant) -> None:
     rng = np.random.default_rng(0)
-    kinds = ("none", "left", "holes", "empty_row") if variant.has_key_mask else ("none",)
-    for length in (1, 7, 63, 64, 65, 200):
-        for kind in kinds:
-            for query_len in {length, -(-length // 3)}:
-                mask = mask_of(kind, 2, length, rng)
-                case = random_case(rng, variant, query_len=query_len, kv_len=length, mask=mask)
-                got, want = run_kernel(variant, case), reference(variant, case)
-                assert relative_error(got, want) < TOLERANCE, (query_len, length, kind)
-                assert not got[want == 0.0].any()
+    for sizes, case in kernel_cases.cases(rng, variant):
+        got, want = run_kernel(variant, case), reference(variant, case)
+        assert relative_error(got, want) < TOLERANCE, sizes
+        assert not got[want == 0.0].any()
 
 
 @every_variant
 def test_few_queries_over_many_keys(run_kernel: RunKernel, variant: AttentionVariant) -> None:
     """Decoding: the keys are cut into parts, which add up."""
     rng = np.random.default_rng(3)
-    for kv_len in (257, 1000):
-        for query_len in (1, 3, 16):
-            mask = mask_of("left" if variant.has_key_mask else "none", 2, kv_len, rng)
-            case = random_case(rng, variant, query_len=query_len, kv_len=kv_len, mask=mask)
-            got, want = run_kernel(variant, case), reference(variant, case)
-            assert relative_error(got, want) < TOLERANCE, (query_len, kv_len)
+    for sizes, case in kernel_cases.decoding_cases(rng, variant):
+        got, want = run_kernel(variant, case), reference(variant, case)
+        assert relative_error(got, want) < TOLERANCE, sizes
 
 
 def test_extreme_scores(run_kernel: RunKernel) -> None:
