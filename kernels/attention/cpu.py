@@ -29,7 +29,8 @@ class AttentionCpuTemplate:
         return None
 
     def space(self, variant: OperatorVariant, target: CpuTarget) -> Space:
-        return TileParameters.space(target)
+        assert isinstance(variant, AttentionVariant)
+        return TileParameters.space(target, usual=_defaults(variant, target))
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
         from tvm.script.ir_builder import tirx as T
@@ -44,7 +45,7 @@ class AttentionCpuTemplate:
 
         assert isinstance(variant, AttentionVariant)
         heads = variant.heads
-        tile = exact_tile(TileParameters.defaults(target).override(params))
+        tile = exact_tile(_defaults(variant, target).override(params))
         terms = Terms(
             variant.has_key_bias,
             variant.score_bias,
@@ -69,6 +70,10 @@ class AttentionCpuTemplate:
                     emit_exact(buffers, keys, heads, tile, [exact_set], *shared)
 
         return attention_function(variant, body)
+
+
+def _defaults(variant: AttentionVariant, target: CpuTarget) -> TileParameters:
+    return TileParameters.of_exact(target, variant.head_dim, variant.value_dim)
 
 
 TEMPLATE = AttentionCpuTemplate()

@@ -24,7 +24,9 @@ class BlockSparseCpuTemplate:
         return None
 
     def space(self, variant: OperatorVariant, target: CpuTarget) -> Space:
-        return TileParameters.space(target, [n for n in TileParameters.CHOICES if n != "panels"])
+        assert isinstance(variant, BlockSparseVariant)
+        names = [name for name in TileParameters.CHOICES if name != "panels"]
+        return TileParameters.space(target, names, _defaults(variant, target))
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
         from subquad.kernels.templates.block_sparse import emit_block_sparse
@@ -34,7 +36,7 @@ class BlockSparseCpuTemplate:
         from subquad.kernels.templates.rows import Buffers, list_keys
 
         assert isinstance(variant, BlockSparseVariant)
-        tile = exact_tile(TileParameters.defaults(target).override(params))
+        tile = exact_tile(_defaults(variant, target).override(params))
         tile = replace(tile, panels=-(-variant.block // tile.panel.width))
 
         def body(buffers: Buffers) -> None:
@@ -50,6 +52,10 @@ class BlockSparseCpuTemplate:
             )
 
         return attention_function(variant, body)
+
+
+def _defaults(variant: BlockSparseVariant, target: CpuTarget) -> TileParameters:
+    return TileParameters.of_exact(target, variant.head_dim, variant.value_dim)
 
 
 TEMPLATE = BlockSparseCpuTemplate()

@@ -1,9 +1,9 @@
 """Exact attention over a range of keys: online softmax (or sigmoids) on transposed tiles.
 
 A *panel* is a few vectors wide and holds query rows in its lanes. Scores are computed transposed,
-``[keys, lanes]``: keys and values enter as broadcast scalars straight from the caller's buffers,
-never packed, so GQA repeats nothing and any list of key slots works; maximum, sum and rescaling
-are vertical, without a horizontal reduction; the output accumulates as ``[value_dim, lanes]``.
+``[keys, lanes]``: keys enter as broadcast scalars straight from the caller's buffer, never packed,
+so GQA repeats nothing and any list of key slots works; maximum and sum are vertical, without a
+horizontal reduction. Weighted values add up with value dims in the lanes (``value_sums.py``).
 
 Scores are in base 2 (``log2(e)`` is folded into the packed queries), as in FlashAttention. Weights
 that are sigmoids of scores need neither maximum nor sum: blocks of keys just add up.
@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from tvm.script.ir_builder import tirx as T
 
 from subquad.kernels.templates.parameters import TileParameters
-from subquad.kernels.templates.products import Panel, RegisterTile, for_row_groups, unrolled
+from subquad.kernels.templates.products import Panel, RegisterTile, unrolled
 from subquad.kernels.templates.rows import HeadRows, KeyList
 from subquad.kernels.templates.terms import RowTerms, Terms
+from subquad.kernels.templates.value_sums import LaneSums, RowSums, ValueSums, merge
 from subquad.kernels.templates.vectors import (
     EXP2_UNDERFLOW,
     LOG2_E,
@@ -119,6 +120,7 @@ class ExactPanels:
     Args:
         used: rows that the task has; ``None``: as many as its panels hold. A panel that has no
             more of them than one vector holds is computed on that vector alone.
+        sums_in_lanes: whether outputs add up with rows in the lanes, as linear parts do.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class ExactPanels:
         softcap: float,
         terms: Terms = NO_TERMS,
         used: Expr | None = None,
+        sums_in_lanes: bool = False,
     ) -> None:
         self.tile, self.heads, self.softcap, self.used = tile, heads, softcap, used
         # Panels that hold rows: short sequences do not fill a task.
@@ -138,10 +141,14 @@ class ExactPanels:
         # The last tail may reach past the last key.
         key_rows = tile.keys + TAIL
         self.queries = T.alloc_buffer((panels, heads.head_dim, width), "float32")
-        self.output = T.alloc_buffer((panels, heads.value_dim, width), "float32")
         self.maximum = T.alloc_buffer((panels, width), "float32")
         self.total = T.alloc_buffer((panels, width), "float32")
         self.scores = T.alloc_buffer((key_rows, width), "float32")
+        self.sums: ValueSums
+        if sums_in_lanes:
+            self.sums = LaneSums(tile.panel, panels, heads)
+        else:
+            self.sums = RowSums(tile.panel, panels, heads, used)
         self.terms = RowTerms(terms, tile.panel, panels, key_rows, heads, self.panels)
         # Sums of weight times (score - maximum).
         self.expected: Expr | None = None
@@ -172,8 +179,7 @@ class ExactPanels:
             panel.store(self.total, panel.fill(0.0), p)
             if self.expected is not None:
                 panel.store(self.expected, panel.fill(0.0), p)
-            with T.serial(index(self.heads.value_dim)) as e:
-                panel.store(self.output, panel.fill(0.0), p, e)
+            self.sums.clear(p)
         self.terms.start(first_row, self.maximum, self.total)
 
     def attend(
@@ -206,7 +212,7 @@ class ExactPanels:
                 self._squash(panel, count)
             else:
                 rescale = self._weigh(panel, p, count)
-            self._accumulate(tile, keys, p, start, count, rescale)
+            self.sums.add(panel, tile.rows, keys, p, start, count, self.scores, rescale)
 
         if self.used is None or self.tile.panel.vectors == 1:
             on(self.tile)
@@ -315,7 +321,7 @@ class ExactPanels:
                 self._expect(moments, scores, weights, new)
         if self.expected is not None:
             self._shift_expected(panel, p, old, new, moments.get(0), rescale)
-        _merge(panel, self.total, sums.get(0), rescale, p)
+        merge(panel, self.total, sums.get(0), rescale, p)
         return rescale
 
     def _expect(
@@ -353,33 +359,9 @@ class ExactPanels:
         ]
         panel.store(self.expected, shifted, p)
 
-    def _accumulate(
-        self,
-        tile: ExactTile,
-        keys: KeyList,
-        p: Expr,
-        start: Expr,
-        count: Expr,
-        rescale: list[Expr] | None,
-    ) -> None:
-        panel = tile.panel
-
-        def value_dims(first: Expr, rows: int) -> None:
-            products = RegisterTile.allocate(panel, rows)
-            products.clear()
-            with T.serial(count) as j:
-                slot = keys.slot(start + j)
-                scalars = [self.heads.value(slot, first + row) for row in range(rows)]
-                products.multiply_add(scalars, panel.load(self.scores, j))
-            for row in range(rows):
-                _merge(panel, self.output, products.get(row), rescale, p, first + row)
-
-        for_row_groups(self.heads.value_dim, tile.rows, value_dims)
-
     def finish(self, first_row: Expr) -> None:
         """Divide by the sums and write; rows that saw no key become zeros."""
-        tile, heads = self.tile, self.heads
-        panel = tile.panel
+        panel = self.tile.panel
         self.terms.write(first_row, self.maximum, self.total, self.expected)
         with T.serial(self.panels) as p:
             factors = None
@@ -390,17 +372,7 @@ class ExactPanels:
                     inverse.append(bind(constant(1.0, panel.lanes) / safe))
                 panel.store(self.total, inverse, p)
                 factors = self.total
-            heads.write_output(self.output, p, first_row + p * panel.width, panel, factors)
-
-
-def _merge(
-    panel: Panel, buffer: Expr, new: list[Expr], rescale: list[Expr] | None, *at: Expr
-) -> None:
-    old = panel.load(buffer, *at)
-    if rescale is not None:
-        old = [a * b for a, b in zip(old, rescale, strict=True)]
-    merged = [a + b for a, b in zip(old, new, strict=True)]
-    panel.store(buffer, merged, *at)
+            self.sums.write(first_row, p, factors)
 
 
 def live_panels(tile: ExactTile, used: Expr) -> Expr:

@@ -280,7 +280,7 @@ class _Chunks:
         if exact is not None:
             exact_tile, exact_sets = exact
             exact_set = exact_set_of(exact_sets, self.rows)
-            self.exact = ExactPanels(exact_tile, self.rows, scale, 0.0)
+            self.exact = ExactPanels(exact_tile, self.rows, scale, 0.0, sums_in_lanes=True)
             self.spans = ExactSpans(
                 exact_tile, self.rows, real_keys, exact_set, self.alignment, first_sink
             )

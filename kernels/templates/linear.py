@@ -33,6 +33,7 @@ from subquad.kernels.templates.products import (
     unrolled,
 )
 from subquad.kernels.templates.rows import HeadRows, KeyList, pick, transpose
+from subquad.kernels.templates.value_sums import LaneSums
 from subquad.kernels.templates.vectors import (
     LOG2_E,
     Expr,
@@ -460,15 +461,17 @@ class LinearPanels:
                 linear_factors.append(of_linear)
             totals.append(bind(total * exact_factors[-1] + denominator * linear_factors[-1]))
         panel.store(exact.total, totals, p)
+        assert isinstance(exact.sums, LaneSums), "decided by emit_hybrid"
+        buffer = exact.sums.buffer
         with T.serial(index(dims)) as e:
             pairs = zip(
-                panel.load(exact.output, p, e),
+                panel.load(buffer, p, e),
                 exact_factors,
                 panel.load(self.sums_buffer, p, e),
                 linear_factors,
                 strict=True,
             )
-            panel.store(exact.output, [bind(a * b + c * d) for a, b, c, d in pairs], p, e)
+            panel.store(buffer, [bind(a * b + c * d) for a, b, c, d in pairs], p, e)
 
 
 def state_width(tile: LinearTile, value_dim: int) -> int:

@@ -57,15 +57,18 @@ class KernelParameters:
         return cls(lanes=_widest(target))
 
     @classmethod
-    def space(cls, target: CpuTarget, names: Iterable[str] | None = None) -> Space:
+    def space(
+        cls, target: CpuTarget, names: Iterable[str] | None = None, usual: Self | None = None
+    ) -> Space:
         """What tuning searches on ``target``.
 
         Args:
             target: its registers bound the register tiles.
             names: parameters that matter to the kernel; the others keep their defaults.
+            usual: the defaults; ``None``: those of the target.
         """
         names = tuple(cls.CHOICES if names is None else names)
-        usual = cls.defaults(target)
+        usual = cls.defaults(target) if usual is None else usual
         defaults = {name: getattr(usual, name) for name in names}
         return Space(
             {name: cls.CHOICES[name] for name in names},
@@ -163,8 +166,24 @@ class TileParameters(KernelParameters):
         {"keys": 192, "panels": 4, "unroll": 2},
     )
 
+    @classmethod
+    def of_exact(cls, target: CpuTarget, head_dim: int, value_dim: int) -> Self:
+        """Defaults of a kernel that is exact attention alone.
+
+        Keys and values of a block fill a cache of 48 KiB: with twice as many keys, values at head
+        dim 128 are read from the second level for every four rows of queries.
+        """
+        usual = cls.defaults(target)
+        keys = _CACHED_FLOATS // (head_dim + value_dim)
+        rows = 8 if usual.lanes == 16 else usual.rows
+        # A multiple of any usual number of rows.
+        return replace(usual, rows=rows, keys=min(usual.keys, max(24, keys // 24 * 24)))
+
     def _register_tiles(self) -> tuple[tuple[int, int], ...]:
         return ((self.rows, self.vectors),)
+
+
+_CACHED_FLOATS = 12 * 1024
 
 
 @dataclass(frozen=True)
