@@ -128,6 +128,8 @@ def _inputs_without_defaults(model: ir.Model) -> None:
 def _convert_version(model: ir.Model, name: str) -> None:
     source = model.opset_imports.get("", 0)
     if source > OPSET:
+        with quiet():
+            _infer_shapes(model)  # what some operators mean depends on the type
         step_down(model, OPSET, name)
     try:
         with quiet():

@@ -128,6 +128,14 @@ def test_what_opset_24_has_not(
     assert message in str(caught.value)
 
 
+def test_a_remainder_of_floats_inside_a_graph(tmp_path: Path) -> None:
+    """The file does not say of which type it is."""
+    nodes = [helper.make_node("Neg", ["x"], ["a"]), helper.make_node("Mod", ["a", "z"], ["y"])]
+    path = save(tmp_path / "m.onnx", nodes, 28, {"x": 8, "z": 8}, ("batch", "length", 8))
+    with pytest.raises(UnsupportedModelError, match="with the sign of the divisor"):
+        trace_onnx(path)
+
+
 def test_windows_of_attention(tmp_path: Path) -> None:
     inputs = dict.fromkeys("qkv", 24)
     more: dict[str, Any] = {"q_num_heads": 4, "kv_num_heads": 4, "left_window_size": 3}
