@@ -30,6 +30,12 @@ def step_down(model: ir.Model, opset: int, name: str) -> None:
         UnsupportedModelError: an operator or attribute that ``opset`` has not.
     """
     source = model.opset_imports[""]
+    known = onnx.defs.onnx_opset_version()
+    if known < source:
+        raise UnsupportedModelError(
+            f"{name} is of opset {source}, and the installed onnx {onnx.__version__} knows opsets "
+            f"up to {known}, so it cannot be told what its operators mean. Install a newer onnx."
+        )
     holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     contributed = False
     for holder in holders:

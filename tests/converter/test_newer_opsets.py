@@ -128,6 +128,19 @@ def test_what_opset_24_has_not(
     assert message in str(caught.value)
 
 
+def test_an_opset_that_the_installed_onnx_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(
+        tmp_path / "m.onnx", [helper.make_node("Neg", ["x"], ["y"])], 27, {"x": 8}, ("n", 8)
+    )
+    monkeypatch.setattr(onnx.defs, "onnx_opset_version", lambda: 26)
+    with pytest.raises(
+        UnsupportedModelError, match="opset 27, .* up to 26, .* Install a newer onnx"
+    ):
+        trace_onnx(path)
+
+
 def test_a_remainder_of_floats_inside_a_graph(tmp_path: Path) -> None:
     """The file does not say of which type it is."""
     nodes = [helper.make_node("Neg", ["x"], ["a"]), helper.make_node("Mod", ["a", "z"], ["y"])]
