@@ -19,7 +19,13 @@ from subquad.kernels.templates.parameters import TileParameters
 from subquad.kernels.templates.products import Panel, RegisterTile, unrolled
 from subquad.kernels.templates.rows import HeadRows, KeyList
 from subquad.kernels.templates.terms import RowTerms, Terms
-from subquad.kernels.templates.value_sums import LaneSums, RowSums, ValueSums, merge
+from subquad.kernels.templates.value_sums import (
+    LaneSums,
+    RowSums,
+    ValueSums,
+    WeightedKeys,
+    merge,
+)
 from subquad.kernels.templates.vectors import (
     EXP2_UNDERFLOW,
     LOG2_E,
@@ -212,7 +218,8 @@ class ExactPanels:
                 self._squash(panel, count)
             else:
                 rescale = self._weigh(panel, p, count)
-            self.sums.add(panel, tile.rows, keys, p, start, count, self.scores, rescale)
+            run = WeightedKeys(keys, start, count, self.scores)
+            self.sums.add(panel, tile.rows, p, run, rescale)
 
         if self.used is None or self.tile.panel.vectors == 1:
             on(self.tile)

@@ -7,6 +7,7 @@ lanes, so values enter and outputs leave in the order of memory and nothing is t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from tvm.script.ir_builder import tirx as T
@@ -27,6 +28,22 @@ SUM_ROWS = 4
 """Query rows in a register tile whose lanes are value dims."""
 
 
+@dataclass(frozen=True)
+class WeightedKeys:
+    """A run of keys whose values are to be added.
+
+    Attributes:
+        keys: of the task.
+        start, count: of the run.
+        weights: ``[count, lanes]``.
+    """
+
+    keys: KeyList
+    start: Expr
+    count: Expr
+    weights: Expr
+
+
 class ValueSums(Protocol):
     """Sums of weighted values for the panels of one task."""
 
@@ -34,22 +51,15 @@ class ValueSums(Protocol):
         """No keys so far."""
 
     def add(
-        self,
-        panel: Panel,
-        rows: int,
-        keys: KeyList,
-        p: Expr,
-        start: Expr,
-        count: Expr,
-        weights: Expr,
-        rescale: list[Expr] | None,
+        self, panel: Panel, rows: int, p: Expr, run: WeightedKeys, rescale: list[Expr] | None
     ) -> None:
-        """Multiply the sums of panel ``p`` by ``rescale``, then add ``count`` weighted values.
+        """Multiply the sums of panel ``p`` by ``rescale``, then add the weighted values of a run.
 
         Args:
             panel: its lanes that have rows.
             rows: of a register tile as wide as ``panel``.
-            weights: ``[keys, lanes]``.
+            p: number of the panel.
+            run: keys and weights.
             rescale: per lane; ``None``: 1.
         """
 
@@ -70,25 +80,17 @@ class LaneSums:
             self.panel.store(self.buffer, self.panel.fill(0.0), p, e)
 
     def add(
-        self,
-        panel: Panel,
-        rows: int,
-        keys: KeyList,
-        p: Expr,
-        start: Expr,
-        count: Expr,
-        weights: Expr,
-        rescale: list[Expr] | None,
+        self, panel: Panel, rows: int, p: Expr, run: WeightedKeys, rescale: list[Expr] | None
     ) -> None:
         """See ``ValueSums``."""
 
         def value_dims(first: Expr, rows: int) -> None:
             products = RegisterTile.allocate(panel, rows)
             products.clear()
-            with T.serial(count) as j:
-                slot = keys.slot(start + j)
+            with T.serial(run.count) as j:
+                slot = run.keys.slot(run.start + j)
                 scalars = [self.heads.value(slot, first + row) for row in range(rows)]
-                products.multiply_add(scalars, panel.load(weights, j))
+                products.multiply_add(scalars, panel.load(run.weights, j))
             for row in range(rows):
                 merge(panel, self.buffer, products.get(row), rescale, p, first + row)
 
@@ -121,15 +123,7 @@ class RowSums:
                 piece.store(self.buffer, piece.fill(0.0), p, row, start=e)
 
     def add(
-        self,
-        panel: Panel,
-        rows: int,
-        keys: KeyList,
-        p: Expr,
-        start: Expr,
-        count: Expr,
-        weights: Expr,
-        rescale: list[Expr] | None,
+        self, panel: Panel, rows: int, p: Expr, run: WeightedKeys, rescale: list[Expr] | None
     ) -> None:
         """See ``ValueSums``."""
         if rescale is not None:
@@ -140,28 +134,25 @@ class RowSums:
         for piece, e in self._pieces(panel.lanes, vectors):
             with T.serial(groups) as group:
                 first = settle(group * SUM_ROWS)
-                self._add(piece, e, first, keys, p, start, count, weights, rescale is not None)
+                self._add(piece, e, first, p, run, rescale is not None)
 
     def _add(
         self,
         piece: Panel,
         e: Expr,
         first: Expr,
-        keys: KeyList,
         p: Expr,
-        start: Expr,
-        count: Expr,
-        weights: Expr,
+        run: WeightedKeys,
         rescaled: bool,
     ) -> None:
         """Some dims of some rows."""
         heads = self.heads
         products = RegisterTile.allocate(piece, SUM_ROWS)
         products.clear()
-        with T.serial(count) as j:
-            place = (heads.batch, heads.kv_head, keys.slot(start + j))
+        with T.serial(run.count) as j:
+            place = (heads.batch, heads.kv_head, run.keys.slot(run.start + j))
             values = piece.load(heads.buffers.value, *place, start=e)
-            products.multiply_add([weights[j, first + i] for i in range(SUM_ROWS)], values)
+            products.multiply_add([run.weights[j, first + i] for i in range(SUM_ROWS)], values)
         for i in range(SUM_ROWS):
             factor = [broadcast(self.factors[first + i], piece.lanes)] * piece.vectors
             at = (p, first + i)

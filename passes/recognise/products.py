@@ -216,6 +216,11 @@ class ProductReader:
             ),
         )
 
+    def _apart(self, left: Product, right: Product) -> Product:
+        """``right`` with labels of its own: one tensor may stand on both sides."""
+        shared = sorted(left.labels & right.labels)
+        return self._relabelled(right, {label: self._label(self.sizes[label]) for label in shared})
+
     def _joined(self, left: Product, right: Product, names: dict[int, int]) -> Product:
         """Both multiplied; ``names``: labels of ``right`` that are some of ``left``."""
         if len(set(names.values())) < len(names):
@@ -227,14 +232,14 @@ class ProductReader:
 
     def _multiplied(self, left: Product, right: Product) -> Product:
         """Element by element, broadcast."""
-        names: dict[int, int] = {}
+        right, names = self._apart(left, right), dict[int, int]()
         axes = _broadcast(left.axes, right.axes, names)
         return replace(self._joined(left, right, names), axes=axes)
 
     def _matrix_product(self, left: Product, right: Product) -> Product:
         if len(left.axes) < 2 or len(right.axes) < 2:
             raise _ApartError
-        names: dict[int, int] = {}
+        right, names = self._apart(left, right), dict[int, int]()
         batch = _broadcast(left.axes[:-2], right.axes[:-2], names)
         inner = _broadcast(left.axes[-1:], right.axes[-2:-1], names)
         if (left.axes[-1] == ()) != (right.axes[-2] == ()) or not inner:
@@ -457,6 +462,8 @@ class ProductReader:
             if len(set(letters)) < len(letters):
                 raise _ApartError
             for found in (self.of(value), self.alone(value)):
+                if total is not None:
+                    found = self._apart(total, found)
                 names: dict[int, int] = {}
                 try:
                     merged = {

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
+from feature_maps import MAPS, Step, elu, identity, relu
 from masked_attention import only_site, raised
 from onnx_graphs import BOOL, FLOAT, INT64, Graph, Runner
 from subquad.passes.recognise.candidates import Candidate
@@ -17,27 +18,7 @@ from subquad.passes.recognise.site import LinearForm
 
 B, N = "batch", "length"
 HEADS, DIM, VALUE_DIM = 4, 6, 5
-Step = Callable[[Graph, str], str]
 Arrays = dict[str, NDArray[Any]]
-
-
-def identity(g: Graph, x: str) -> str:
-    return x
-
-
-def elu(g: Graph, x: str) -> str:
-    return g("Add", g("Elu", x), 1.0)
-
-
-def relu(g: Graph, x: str) -> str:
-    return g("Relu", x)
-
-
-MAPS: dict[Any, Callable[[NDArray[Any]], NDArray[Any]]] = {
-    identity: lambda x: x,
-    elu: lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
-    relu: lambda x: np.maximum(x, 0),
-}
 
 
 def real(g: Graph) -> str:

@@ -11,38 +11,14 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
+from feature_maps import MAPS, Step, elu, exp, identity, relu
 from masked_attention import only_site, raised
 from onnx_graphs import BOOL, FLOAT, INT64, Graph, Runner
 from subquad.passes.recognise.candidates import Candidate
 
 B, N = "batch", "length"
 HEADS, DIM, VALUE_DIM = 4, 6, 5
-Step = Callable[[Graph, str], str]
 Arrays = dict[str, NDArray[Any]]
-
-
-def identity(g: Graph, x: str) -> str:
-    return x
-
-
-def elu(g: Graph, x: str) -> str:
-    return g("Add", g("Elu", x), 1.0)
-
-
-def relu(g: Graph, x: str) -> str:
-    return g("Relu", x)
-
-
-def exp(g: Graph, x: str) -> str:
-    return g("Exp", x)
-
-
-MAPS: dict[Any, Callable[[NDArray[Any]], NDArray[Any]]] = {
-    identity: lambda x: x,
-    elu: lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
-    relu: lambda x: np.maximum(x, 0),
-    exp: np.exp,
-}
 
 
 def real(g: Graph) -> str:
@@ -75,6 +51,9 @@ class Operands:
 # --- spellings: numerator and sums, or the quotient ------------------------------------------
 
 
+Spelling = Callable[[Graph, Operands], tuple[str, str]]
+
+
 def context(g: Graph, x: Operands) -> tuple[str, str]:
     """``q (k^T v)``, and ``q`` times the sum of ``k``."""
     state = g("MatMul", g("Transpose", x.k, perm=[0, 1, 3, 2]), x.v)
@@ -88,22 +67,24 @@ def context_elementwise(g: Graph, x: Operands) -> tuple[str, str]:
     return g("MatMul", x.q, state), g("ReduceSum", g("Mul", x.q, total), [-1], keepdims=1)
 
 
-def einsums(g: Graph, x: Operands) -> tuple[str, str]:
-    state = g("Einsum", x.k, x.v, equation="bhnd,bhne->bhde")
-    total = g("ReduceSum", x.summed, [-2], keepdims=0)
-    return (
-        g("Einsum", state, x.q, equation="bhde,bhnd->bhne"),
-        g("Unsqueeze", g("Einsum", x.q, total, equation="bhnd,bhd->bhn"), [3]),
-    )
+def of_equations(*equations: str) -> Spelling:
+    """Einsum for ``k v^T``, and for ``q`` times it and times the sums of keys."""
+    state_of, times, times_total = equations
+
+    def spelling(g: Graph, x: Operands) -> tuple[str, str]:
+        state = g("Einsum", x.k, x.v, equation=state_of)
+        total = g("ReduceSum", x.summed, [-2], keepdims=0)
+        return (
+            g("Einsum", state, x.q, equation=times),
+            g("Unsqueeze", g("Einsum", x.q, total, equation=times_total), [3]),
+        )
+
+    spelling.__name__ = state_of
+    return spelling
 
 
-def ellipsis(g: Graph, x: Operands) -> tuple[str, str]:
-    state = g("Einsum", x.k, x.v, equation="...nd,...ne->...de")
-    total = g("ReduceSum", x.summed, [-2], keepdims=0)
-    return (
-        g("Einsum", state, x.q, equation="... d e, ... n d -> ... n e"),
-        g("Unsqueeze", g("Einsum", x.q, total, equation="...nd,...d->...n"), [3]),
-    )
+einsums = of_equations("bhnd,bhne->bhde", "bhde,bhnd->bhne", "bhnd,bhd->bhn")
+ellipsis = of_equations("...nd,...ne->...de", "... d e, ... n d -> ... n e", "...nd,...d->...n")
 
 
 def merged(g: Graph, x: Operands) -> tuple[str, str]:
@@ -158,7 +139,6 @@ def quadratic(g: Graph, x: Operands) -> tuple[str, str]:
     return g("MatMul", weights, x.v), g("ReduceSum", weights, [-1], keepdims=1)
 
 
-Spelling = Callable[[Graph, Operands], tuple[str, str]]
 FULL: tuple[Spelling, ...] = (context, context_elementwise, einsums, ellipsis, merged, quadratic)
 CAUSAL: tuple[Spelling, ...] = (running, running_elementwise, running_einsum)
 
@@ -563,3 +543,30 @@ def test_products_of_other_things_are_silent(build: Callable[[Graph], str]) -> N
     g = Graph()
     _, result = raised(g.model([g("Identity", build(g))]))
     assert not result.sites and not result.rejections
+
+
+@pytest.mark.parametrize("keys_first", [True, False])
+def test_one_moved_tensor_is_query_and_key(keys_first: bool) -> None:
+    """Its axes have the same labels on both sides, which are two."""
+    g = Graph()
+    x = g("Transpose", g.input("x", FLOAT, [B, N, HEADS, DIM]), perm=[0, 2, 1, 3])
+    v = g.input("v", FLOAT, [B, HEADS, N, VALUE_DIM])
+    turned = g("Transpose", x, perm=[0, 1, 3, 2])
+    if keys_first:
+        y = g("MatMul", x, g("MatMul", turned, v))
+    else:
+        y = g("Einsum", x, x, v, equation="bhnd,bhmd,bhme->bhne")
+    copy, result = raised(g.model([g("Identity", y)]))
+    site = only_site(result)
+    assert site.linear is not None and site.linear.normaliser == "none"
+    assert site.mask.describe() == "full"
+    rng = np.random.default_rng(0)
+    given: Arrays = {
+        "x": rng.standard_normal((2, 33, HEADS, DIM)).astype(np.float32),
+        "v": rng.standard_normal((2, HEADS, 33, VALUE_DIM)).astype(np.float32),
+    }
+    q = given["x"].astype(np.float64).swapaxes(1, 2)
+    want = (q @ q.swapaxes(-1, -2)) @ given["v"].astype(np.float64)
+    got = Runner(copy)(given)[0]
+    # float32 sums of 33 keys
+    assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
