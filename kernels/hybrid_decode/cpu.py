@@ -19,7 +19,7 @@ from subquad.kernels.templates.space import Space
 from subquad.runtime.errors import Rejection
 
 FEATURE_MAPS = ("elu", "hedgehog", "softmax_pair")
-"""Those of ``kernels/templates/steps.py``."""
+"""Those of ``kernels/templates/line_features.py``."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class DecodeCpuTemplate:
 
     def build(self, variant: OperatorVariant, target: CpuTarget, params: Mapping[str, int]) -> Any:
         from subquad.kernels.templates.function import attention_function
+        from subquad.kernels.templates.hybrid_state import emit_state
         from subquad.kernels.templates.products import Panel
         from subquad.kernels.templates.rows import Buffers
-        from subquad.kernels.templates.steps import emit_decode, emit_state
+        from subquad.kernels.templates.steps import emit_decode
 
         assert isinstance(variant, (HybridStateVariant, HybridDecodeVariant))
         sizes = VectorParameters.defaults(target).override(params)

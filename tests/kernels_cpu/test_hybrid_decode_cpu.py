@@ -100,6 +100,6 @@ def test_other_operators_are_rejected_with_a_reason() -> None:
 
 def test_feature_maps_are_those_with_code() -> None:
     pytest.importorskip("tvm", reason="apache-tvm is not installed")
-    from subquad.kernels.templates.steps import STEP_FEATURES
+    from subquad.kernels.templates.line_features import STEP_FEATURES
 
     assert tuple(STEP_FEATURES) == FEATURE_MAPS
