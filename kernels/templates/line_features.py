@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from tvm.script.ir_builder import tirx as T
 
 from subquad.kernels.hybrid.feature_maps import LEAST_FEATURE
-from subquad.kernels.templates.exact import NO_MAXIMUM
-from subquad.kernels.templates.lines import Line, Row, fold_lanes
+from subquad.kernels.templates.lines import Line, Row
 from subquad.kernels.templates.vectors import (
     LOG2_E,
     Expr,
@@ -19,7 +18,6 @@ from subquad.kernels.templates.vectors import (
     broadcast,
     constant,
     exp2,
-    index,
 )
 
 
@@ -45,25 +43,8 @@ def _signed(row: Row, u: Line, dims: int, features: Line) -> None:
 
 def _softmax(row: Row, line: Line, first: int, size: int, least: float = 0.0) -> None:
     """Softmax of ``line[first : first + size]`` in base 2, in place."""
-    lanes = row.lanes
-    cells = T.alloc_buffer((2, lanes), "float32", scope="local")
-    highest, total = Line(cells, (index(0),)), Line(cells, (index(1),))
-    highest.store(constant(NO_MAXIMUM, lanes), index(0), lanes)
-    total.store(constant(0.0, lanes), index(0), lanes)
-
-    def raise_(at: Expr, n: int) -> None:
-        highest.store(T.max(highest.load(index(0), n), line.load(at + first, n)), index(0), n)
-
-    row.each(size, raise_)
-    maximum = bind(fold_lanes(highest, lanes, T.max))
-
-    def power(at: Expr, n: int) -> None:
-        value = exp2(line.load(at + first, n) - broadcast(maximum, n), n)
-        line.store(value, at + first, n)
-        total.store(total.load(index(0), n) + value, index(0), n)
-
-    row.each(size, power)
-    inverse = bind(T.float32(1.0) / fold_lanes(total, lanes, lambda a, b: a + b))
+    _, total = row.exponentials(line, size, first)
+    inverse = bind(T.float32(1.0) / total)
 
     def scale(at: Expr, n: int) -> None:
         value = line.load(at + first, n) * broadcast(inverse, n)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import tirx as T
 
 from subquad.kernels.hybrid_decode.semantics import StateVariant
+from subquad.kernels.templates.exact import NO_MAXIMUM
 from subquad.kernels.templates.products import Panel, RegisterTile, cut
 from subquad.kernels.templates.rows import Buffers
 from subquad.kernels.templates.vectors import (
@@ -19,6 +20,7 @@ from subquad.kernels.templates.vectors import (
     bind,
     broadcast,
     constant,
+    exp2,
     index,
     load,
     quotient,
@@ -142,6 +144,32 @@ class Row:
             halves = [a + b for a, b in zip(halves[:half], halves[half:], strict=True)]
         return bind(halves[0])
 
+    def exponentials(self, line: Line, size: int, first: int = 0) -> tuple[Expr, Expr]:
+        """``exp2(number - maximum)`` of ``line[first : first + size]``, in place.
+
+        Returns:
+            The maximum, and the sum of the exponentials.
+        """
+        lanes = self.lanes
+        cells = T.alloc_buffer((2, lanes), "float32", scope="local")
+        highest, total = Line(cells, (index(0),)), Line(cells, (index(1),))
+        highest.store(constant(NO_MAXIMUM, lanes), index(0), lanes)
+        total.store(constant(0.0, lanes), index(0), lanes)
+
+        def raise_(at: Expr, n: int) -> None:
+            highest.store(T.max(highest.load(index(0), n), line.load(at + first, n)), index(0), n)
+
+        self.each(size, raise_)
+        maximum = bind(_fold_lanes(highest, lanes, T.max))
+
+        def power(at: Expr, n: int) -> None:
+            value = exp2(line.load(at + first, n) - broadcast(maximum, n), n)
+            line.store(value, at + first, n)
+            total.store(total.load(index(0), n) + value, index(0), n)
+
+        self.each(size, power)
+        return maximum, bind(_fold_lanes(total, lanes, lambda a, b: a + b))
+
     # --- what the inputs hold ---
 
     def new(self, name: str, slot: Expr) -> Line:
@@ -180,7 +208,7 @@ class Row:
                 store_scalar(self.buffers.extra[name], value, self.batch, *at)
 
 
-def fold_lanes(line: Line, lanes: int, join: Callable[[Expr, Expr], Expr]) -> Expr:
+def _fold_lanes(line: Line, lanes: int, join: Callable[[Expr, Expr], Expr]) -> Expr:
     numbers = [line.at(index(lane)) for lane in range(lanes)]
     while len(numbers) > 1:
         half = len(numbers) // 2

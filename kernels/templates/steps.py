@@ -14,7 +14,7 @@ from subquad.kernels.hybrid_decode.semantics import StateVariant
 from subquad.kernels.operator import UNLIMITED
 from subquad.kernels.templates.exact import NO_MAXIMUM
 from subquad.kernels.templates.hybrid_state import LinearState, Sinks, parts_of
-from subquad.kernels.templates.lines import Line, Row, fold_lanes, local_line, split_task
+from subquad.kernels.templates.lines import Line, Row, local_line, split_task
 from subquad.kernels.templates.products import Panel, padded
 from subquad.kernels.templates.rows import Buffers
 from subquad.kernels.templates.vectors import (
@@ -205,25 +205,7 @@ class Scores:
 
     def weigh(self) -> tuple[Expr, Expr]:
         """Maximum and sum of the weights."""
-        lanes = self.row.lanes
-        lane_values = T.alloc_buffer((2, lanes), "float32", scope="local")
-        highest, total = Line(lane_values, (index(0),)), Line(lane_values, (index(1),))
-        highest.store(constant(NO_MAXIMUM, lanes), index(0), lanes)
-        total.store(constant(0.0, lanes), index(0), lanes)
-
-        def raise_(at: Expr, n: int) -> None:
-            highest.store(T.max(highest.load(index(0), n), self.line.load(at, n)), index(0), n)
-
-        self.row.each(self.size, raise_)
-        maximum = bind(fold_lanes(highest, lanes, T.max))
-
-        def weigh(at: Expr, n: int) -> None:
-            weight = exp2(self.line.load(at, n) - broadcast(maximum, n), n)
-            self.line.store(weight, at, n)
-            total.store(total.load(index(0), n) + weight, index(0), n)
-
-        self.row.each(self.size, weigh)
-        return maximum, bind(fold_lanes(total, lanes, lambda a, b: a + b))
+        return self.row.exponentials(self.line, self.size)
 
     def accumulate(self, place: Expr, value: Line, target: Line) -> None:
         """Add a weighted value; one of weight 0 is not read."""
