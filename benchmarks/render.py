@@ -75,7 +75,7 @@ def _must_row(
 
 def must_table(report: Report) -> str:
     lines = [
-        f"{_where(report)} `{report['command']}`",
+        f"{where(report)} `{report['command']}`",
         "",
         "| work | must | measured | | rounds |",
         "|---|---|---|---|---|",
@@ -96,7 +96,7 @@ def short_table(report: Report) -> str:
     """Our kernel against the fastest operator of ONNX Runtime at every length of a workload."""
     results = report["results"]
     names = list(dict.fromkeys(item["workload"] for item in results))
-    lines = [f"{_where(report)} `{report['command']}`", ""]
+    lines = [f"{where(report)} `{report['command']}`", ""]
     for lengths in dict.fromkeys(_lengths(results, name) for name in names):
         rows = [name for name in names if _lengths(results, name) == lengths]
         lines += [f"| ours / fastest of ORT | {' | '.join(map(str, lengths))} |"]
@@ -131,7 +131,7 @@ def table(report: Report) -> str:
 def as_markdown(report: Report) -> str:
     """All cases as tables, ours / theirs."""
     results = report["results"]
-    lines = [f"# Benchmarks: {report['set']}", "", f"`{report['command']}`", "", _where(report)]
+    lines = [f"# Benchmarks: {report['set']}", "", f"`{report['command']}`", "", where(report)]
     lines += [
         "",
         "Ratios are the median over rounds of the first contestant's time / this one's within a "
@@ -192,7 +192,7 @@ def _note(case: Mapping[str, Any]) -> str:
     return f"- length {case['length']}, {case['threads']} threads: " + "; ".join(parts)
 
 
-def _where(report: Report) -> str:
+def where(report: Report) -> str:
     machine, cases = report["machine"], report["results"]
     rounds = sum(case["rounds"] for case in cases)
     kept = sum(case["rounds_kept"] for case in cases)

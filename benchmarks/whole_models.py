@@ -230,7 +230,7 @@ def _open_artifact(spec: Mapping[str, Any]) -> Callable[..., NDArray[Any]]:
     manifest = Manifest.read(folder)
     libraries: tuple[Path, ...] = ()
     if spec["how"] == "artifact":
-        libraries = choose_kernels(folder, manifest, "require").paths
+        libraries = choose_kernels(folder, manifest, spec.get("kernels", "require")).paths
     file = REFERENCE_NAME if spec["how"] == "export" else MODEL_NAME
     session = open_session(
         folder / file, folder=folder, threads=spec["threads"], config=TURNS, libraries=libraries
