@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from subquad.converter.cpu_kernels import KernelKind, chosen_kernels
 from subquad.converter.pipeline import convert, parse_required, require_raised
 from subquad.converter.source_hash import hash_files
 from subquad.converter.traced import TracedModel
@@ -38,6 +39,7 @@ def base_artifact(
     source: Source,
     work: WorkFolder,
     *,
+    kernels: KernelKind | None = None,
     require_sites: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Path, Manifest]:
@@ -46,20 +48,33 @@ def base_artifact(
     A Python object or factory has no content that could be read without running it: it is traced
     each time, and later stages know its weights by their hash.
 
+    Args:
+        source, require_sites, kernels: as ``convert``.
+        work: holds the artifact, and had it before if the same was asked.
+
     Raises:
         as ``convert``.
     """
     needed = parse_required(require_sites)
+    kind = chosen_kernels(kernels)
     fingerprint = _fingerprint(source)
     if fingerprint is not None:
-        folder = work.path / f"base-{key_of({'source': fingerprint, 'name': str(source)})}"
+        facts = {"source": fingerprint, "name": str(source), "kernels": kind}
+        folder = work.path / f"base-{key_of(facts)}"
         known = _intact(folder)
         if known is not None:
             require_raised(_raised(known), needed)
             return folder, known
     else:
         folder = work.path / "base"
-    convert(source, folder, overwrite=True, require_sites=require_sites, progress=progress)
+    convert(
+        source,
+        folder,
+        overwrite=True,
+        kernels=kind,
+        require_sites=require_sites,
+        progress=progress,
+    )
     return folder, Manifest.read(folder)
 
 

@@ -109,7 +109,11 @@ def convert_and_distil(
     with atomic_directory(output, overwrite=overwrite) as folder:
         with clock.stage("base"):
             base, manifest = base_artifact(
-                source, WorkFolder(place), require_sites=require_sites, progress=progress
+                source,
+                WorkFolder(place),
+                kernels=kind,
+                require_sites=require_sites,
+                progress=progress,
             )
         with clock.stage("data"):
             data = open_data(

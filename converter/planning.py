@@ -221,6 +221,7 @@ class _Planning:
             self.base, self.manifest = base_artifact(
                 self._source,
                 self._work,
+                kernels=None if request.kernels or request.artifact_kernels else "none",
                 require_sites=self._require_sites,
                 progress=clock.progress,
             )
