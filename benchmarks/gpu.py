@@ -1,5 +1,7 @@
 """The CUDA kernels on a GPU: errors against float64, times against torch SDPA.
 
+``--compile-only`` needs no GPU: it prints what the compiler says of the kernels, for each target.
+
 Exit codes: 0 measured; 3 a kernel is wrong, which ends the run; 6 no GPU here or a tool is missing.
 
 Every kernel is checked against its float64 reference first, at lengths that are no multiple of a
@@ -12,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,10 @@ from numpy.typing import NDArray
 
 from subquad.kernels.attention.semantics import AttentionVariant
 from subquad.kernels.gpu import CUDA_TARGETS, GpuTarget
-from subquad.kernels.host.gpu_build import GpuLibrary, build_gpu_kernels
+from subquad.kernels.host.build import run_tool
+from subquad.kernels.host.gpu_build import COMPILER, GpuLibrary, build_gpu_kernels
 from subquad.kernels.hybrid.semantics import HybridVariant
-from subquad.kernels.operator import present_inputs
+from subquad.kernels.operator import OperatorVariant, present_inputs
 from subquad.runtime.errors import TargetUnavailableError
 from subquad.runtime.gpu_kernels import GpuKernel, compute_capability, load_kernel
 from subquad.runtime.machine import versions
@@ -37,6 +41,9 @@ TOLERANCE = 1e-6
 """Relative error in the 2-norm: float32 sums of some 1000 terms."""
 CHECK_LENGTHS = (1, 65, 1000)
 WARM_UP = 3
+REGISTERS, THREADS = 65536, 2048
+"""Of one multiprocessor of sm_80 and sm_90 (CUDA C++ Programming Guide, "Technical Specifications
+per Compute Capability")."""
 
 Call = Callable[[], Any]
 Feeds = Mapping[str, NDArray[Any]]
@@ -77,6 +84,9 @@ class Workload:
 WORKLOADS = {
     "dense_causal": Workload(AttentionVariant(*SIZES, window_right=0), 1, 8192),
     "dense_causal_gqa": Workload(AttentionVariant(32, 8, 128, 128, 0.088, window_right=0), 1, 4096),
+    "dense_causal_wide": Workload(
+        AttentionVariant(8, 2, 256, 256, 0.0625, window_right=0), 1, 4096
+    ),
     "dense_padded": Workload(
         AttentionVariant(12, 12, 32, 32, 0.177, has_key_mask=True), 8, 512, real=0.5
     ),
@@ -186,6 +196,87 @@ def machine(target: GpuTarget) -> dict[str, Any]:
     }
 
 
+def build(
+    variants: Sequence[OperatorVariant], target: GpuTarget
+) -> dict[tuple[str, str], GpuLibrary]:
+    """Operator and overload -> library.
+
+    Raises:
+        TargetUnavailableError: a kernel cannot be compiled.
+    """
+    built = build_gpu_kernels(variants, target)
+    for key, refusal in built.declined.items():
+        raise TargetUnavailableError(f"{key[1]}: {refusal.reason}")
+    return {(i.description["op_type"], i.description["overload"]): i for i in built.libraries}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the largest launch of a function uses; sizes in bytes."""
+
+    registers: int
+    spilled: int
+    shared_memory: int
+    blocks: int
+
+
+def usage_of(library: GpuLibrary, target: GpuTarget) -> Usage:
+    """Of the launch with most shared memory; ``spilled`` is the sum over all launches.
+
+    ``blocks``: how many blocks of threads a multiprocessor holds at a time, by registers, shared
+    memory and threads.
+    """
+    kernels = library.description["kernels"].values()
+
+    def shared(kernel: Mapping[str, Any]) -> int:
+        return int(kernel["static_shared_memory"]) + int(kernel["dynamic_shared_memory"])
+
+    kernel = max(kernels, key=shared)
+    tags = zip(kernel["parameters"], kernel["values"], strict=True)
+    threads = math.prod(int(value) for tag, value in tags if tag.startswith("threadIdx"))
+    registers = int(kernel["registers"])
+    blocks = min(
+        # Given out to warps by 256, that is, 8 for each thread.
+        REGISTERS // (threads * (-(-registers // 8) * 8)),
+        # 1 KiB of each block's is the system's.
+        (target.shared_memory + 1024) // (shared(kernel) + 1024),
+        THREADS // threads,
+    )
+    spilled = sum(k["spill_stores"] + k["spill_loads"] for k in kernels)
+    return Usage(registers, spilled, shared(kernel), blocks)
+
+
+def compiled_table(names: Sequence[str]) -> str:
+    """What the compiler says of the kernels of these workloads, a Markdown table.
+
+    Raises:
+        TargetUnavailableError: a kernel cannot be compiled.
+    """
+    variants = {name: WORKLOADS[name].variant for name in names}
+    targets = sorted(CUDA_TARGETS.values(), key=lambda target: target.arch, reverse=True)
+    libraries = {target.arch: build(list(variants.values()), target) for target in targets}
+    release = run_tool([COMPILER, "--version"], Path()).partition("release ")[2].partition(",")[0]
+    lines = [
+        f"Largest launch of each kernel, {COMPILER} {release}, {' / '.join(libraries)}:",
+        "",
+        "| workload | head dim | registers | spilled bytes | shared memory per block "
+        "| blocks at a time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, variant in variants.items():
+        key = variant.op_type, variant.overload
+        usages = [usage_of(libraries[target.arch][key], target) for target in targets]
+        cells = [
+            [str(usage.registers) for usage in usages],
+            [str(usage.spilled) for usage in usages],
+            [f"{usage.shared_memory / 1000:.1f} kB" for usage in usages],
+            [str(usage.blocks) for usage in usages],
+        ]
+        columns = [name, str(variant.head_dim), *(" / ".join(cell) for cell in cells)]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All results.
 
@@ -201,10 +292,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise TargetUnavailableError("This torch has no CUDA; the comparison needs it.")
     torch.backends.cuda.matmul.allow_tf32 = False
     chosen = {name: WORKLOADS[name] for name in options.workloads or WORKLOADS}
-    built = build_gpu_kernels([w.variant for w in chosen.values()], target)
-    for key, refusal in built.declined.items():
-        raise TargetUnavailableError(f"{key[1]}: {refusal.reason}")
-    libraries = {(i.description["op_type"], i.description["overload"]): i for i in built.libraries}
+    libraries = build([w.variant for w in chosen.values()], target)
     kernels = {}
     results: dict[str, dict[str, Any]] = {}
     for name, workload in chosen.items():
@@ -231,8 +319,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output")
+    parser.add_argument("--compile-only", action="store_true", help="print registers and memory")
     options = parser.parse_args(arguments)
     try:
+        if options.compile_only:
+            print(compiled_table(options.workloads or list(WORKLOADS)))
+            return 0
         report = run(options)
     except TargetUnavailableError as error:
         print(f"nothing measured: {error}", file=sys.stderr)
