@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -208,6 +209,7 @@ def build_candidates(
     hosted: bool = True,
     kernel_seconds: float = KERNEL_SECONDS,
     seconds: float = float("inf"),
+    workers: int = 1,
 ) -> list[Candidate | Rejection]:
     """Compile one variant with several tuning parameters, each into a library of its own.
 
@@ -220,6 +222,7 @@ def build_candidates(
             runtime elsewhere.
         kernel_seconds: time limit of one compilation.
         seconds: time limit of all compilations; what is not done by then is rejected.
+        workers: compilers that run at once.
 
     Returns:
         For each of ``params`` the candidate, or why there is none.
@@ -230,7 +233,8 @@ def build_candidates(
     cache, place = cache_folder(), templates[variant.op_type]
     jobs = [_job(variant, place, target, each, cache) for each in params]
     wanted = {job.object: job for job in jobs if not job.object.exists()}
-    failed = compile_jobs(list(wanted.values()), kernel_seconds, time.monotonic() + seconds)
+    deadline = time.monotonic() + seconds
+    failed = compile_jobs(list(wanted.values()), kernel_seconds, deadline, workers)
     found: list[Candidate | Rejection] = []
     for job in jobs:
         if job.object in failed:
@@ -354,9 +358,13 @@ def _hash_files(files: Iterable[Path]) -> str:
 
 
 def compile_jobs(
-    jobs: Sequence[Job], kernel_seconds: float, deadline: float = float("inf")
+    jobs: Sequence[Job],
+    kernel_seconds: float,
+    deadline: float = float("inf"),
+    workers: int = 1,
 ) -> dict[Path, Rejection]:
-    """Make the objects of ``jobs``; returns those that failed, by object.
+    """Make the objects of ``jobs``, in ``workers`` processes at once; returns those that failed,
+    by object.
 
     Nothing goes on after ``deadline``, in the time of ``time.monotonic``.
     """
@@ -366,18 +374,23 @@ def compile_jobs(
         if time.monotonic() >= deadline:
             failed |= {job.object: _refusal(job, "no time was left") for job in left}
             break
-        child = _run_child(left, kernel_seconds, deadline)
-        undone = []
-        for job, error in zip(left, child.errors, strict=True):
-            if error is not None:
-                failed[job.object] = _refusal(job, error)
-            elif not job.object.exists():
-                undone.append(job)
-        # The child did one after the other, so the first that it left undone ended it; if it did
-        # not even come to the first, the others would fare no better.
-        culprits = undone[:1] if child.started else undone
-        failed |= {job.object: _refusal(job, child.end) for job in culprits}
-        left = undone[len(culprits) :]
+        parts = [left[first::workers] for first in range(min(workers, len(left)))]
+        with ExitStack() as stack:
+            waits = [stack.enter_context(_running(part)) for part in parts]
+            children = [wait(kernel_seconds, deadline) for wait in waits]
+        left = []
+        for part, child in zip(parts, children, strict=True):
+            undone = []
+            for job, error in zip(part, child.errors, strict=True):
+                if error is not None:
+                    failed[job.object] = _refusal(job, error)
+                elif not job.object.exists():
+                    undone.append(job)
+            # The child did one after the other, so the first that it left undone ended it; if it
+            # did not even come to the first, the others would fare no better.
+            culprits = undone[:1] if child.started else undone
+            failed |= {job.object: _refusal(job, child.end) for job in culprits}
+            left += undone[len(culprits) :]
     return failed
 
 
@@ -385,8 +398,10 @@ def _refusal(job: Job, reason: str) -> Rejection:
     return Rejection(f"the kernel for {job.target.name} was not compiled: {reason}")
 
 
-def _run_child(jobs: Sequence[Job], kernel_seconds: float, deadline: float) -> _Child:
-    """One child process over ``jobs``."""
+@contextmanager
+def _running(jobs: Sequence[Job]) -> Iterator[Callable[[float, float], _Child]]:
+    """One child process over ``jobs``, killed at the end; gives what waits for it, for
+    ``kernel_seconds`` per kernel and until ``deadline``."""
     with tempfile.TemporaryDirectory(prefix="subquad-kernels-") as folder:
         task = Path(folder, "task.json")
         errors = [Path(folder, f"{number}.error") for number in range(len(jobs))]
@@ -404,20 +419,28 @@ def _run_child(jobs: Sequence[Job], kernel_seconds: float, deadline: float) -> _
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
             )
-            try:
-                objects = [job.object for job in jobs]
-                in_time = _wait(child, objects + errors, kernel_seconds, deadline)
-            finally:
+
+            def stop() -> None:
                 if child.poll() is None:
                     child.kill()
                     child.wait()
-            output.seek(0)
-            end = _ending(child.returncode, output.read().decode("utf-8", "replace"))
-        return _Child(
-            started.exists(),
-            [path.read_text("utf-8") if path.exists() else None for path in errors],
-            end if in_time else _too_long(kernel_seconds, deadline),
-        )
+
+            def wait(kernel_seconds: float, deadline: float) -> _Child:
+                objects = [job.object for job in jobs]
+                in_time = _wait(child, objects + errors, kernel_seconds, deadline)
+                stop()
+                output.seek(0)
+                end = _ending(child.returncode, output.read().decode("utf-8", "replace"))
+                return _Child(
+                    started.exists(),
+                    [path.read_text("utf-8") if path.exists() else None for path in errors],
+                    end if in_time else _too_long(kernel_seconds, deadline),
+                )
+
+            try:
+                yield wait
+            finally:
+                stop()
 
 
 def _wait(

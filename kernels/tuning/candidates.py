@@ -19,6 +19,7 @@ from subquad.kernels.templates.space import Params
 from subquad.kernels.tuning.search import GIVE_UP, Values, values_of
 from subquad.kernels.tuning.workload import Workload
 from subquad.runtime.errors import Rejection
+from subquad.runtime.machine import usable_cores
 
 MEASURE_SECONDS = 120.0
 """A measurement that takes longer has hung, or tells nothing for its price."""
@@ -36,6 +37,7 @@ class CandidateBench:
         threads: of a session.
         seed: of the inputs.
         hosted: whether libraries hold our ONNX Runtime host, or the bare kernel.
+        compilers: candidates compiled at once; nothing is timed meanwhile.
     """
 
     variant: OperatorVariant
@@ -45,6 +47,7 @@ class CandidateBench:
     threads: int = 1
     seed: int = 0
     hosted: bool = True
+    compilers: int = field(default_factory=usable_cores)
     _built: dict[Values, Candidate] = field(default_factory=dict)
 
     def prepare(self, candidates: Sequence[Params], seconds: float) -> list[str]:
@@ -57,6 +60,7 @@ class CandidateBench:
             hosted=self.hosted,
             kernel_seconds=min(KERNEL_SECONDS, max(0.0, seconds)),
             seconds=seconds,
+            workers=self.compilers,
         )
         for params, result in zip(candidates, results, strict=True):
             if isinstance(result, Candidate):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import statistics
 import time
@@ -69,6 +70,10 @@ class Bench(Protocol):
     @property
     def lanes(self) -> int:
         """Candidates timed at once."""
+
+    @property
+    def compilers(self) -> int:
+        """Candidates compiled at once."""
 
     def prepare(self, candidates: Sequence[Params], seconds: float) -> list[str]:
         """Compile what will be measured; for each, why it cannot be, or ""."""
@@ -138,7 +143,9 @@ def search(
     left = end - time.monotonic()
     if left <= 0:
         return state.nothing("no time was left to measure anything")
+    begin = time.monotonic()
     first = bench.measure(space.defaults, space.defaults, space.defaults, 1, left)
+    measuring = time.monotonic() - begin
     if first.status != "ok":
         return state.nothing(f"the defaults are {first.status}: {first.reason}")
     rng = random.Random(seed)
@@ -147,9 +154,13 @@ def search(
     known_good = [values_of(item) for item in space.starts if space.fits(item)]
     search_end = end - CONFIRM_SHARE * seconds
     tried = 0
-    while tried < trials and time.monotonic() < search_end:
+    while tried < trials:
+        left = search_end - time.monotonic()
+        if left <= 0 or left < compiling + measuring:
+            # It would be cut off before it says anything; later shapes have more use for the time.
+            break
         batch: list[Values] = []
-        size = min(generation(search_end - time.monotonic(), compiling), trials - tried)
+        size = min(generation(left, compiling, bench.compilers), trials - tried)
         for params in itertools.chain(queue, known_good, _proposals(space, state.outcomes, rng)):
             if len(batch) >= size:
                 break
@@ -159,15 +170,18 @@ def search(
         if not batch:
             break
         tried += len(batch)
-        compiling = state.measure_all(batch, search_end) / len(batch)
+        turns = math.ceil(len(batch) / bench.compilers)
+        compiling = state.measure_all(batch, search_end) / turns
     return state.confirm(end)
 
 
-def generation(seconds: float, compiling: float) -> int:
-    """How many candidates to compile together with ``seconds`` left, at ``compiling`` s each."""
+def generation(seconds: float, compiling: float, compilers: int = 1) -> int:
+    """How many candidates to compile together with ``seconds`` left, where ``compilers`` at once
+    take ``compiling`` s."""
     if compiling <= 0:
         return GENERATION
-    return max(1, min(GENERATION, int(COMPILE_SHARE * seconds / compiling)))
+    turns = max(1, int(COMPILE_SHARE * seconds / compiling))
+    return min(GENERATION, turns * compilers)
 
 
 @dataclass

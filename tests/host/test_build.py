@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +26,13 @@ from kernel_nodes import (
     TEMPLATES,
 )
 from subquad.kernels.host import build
-from subquad.kernels.host.build import KernelBuild, build_kernels, variant_key
+from subquad.kernels.host.build import (
+    Job,
+    KernelBuild,
+    build_kernels,
+    compile_jobs,
+    variant_key,
+)
 from subquad.kernels.host.targets import X86_64_V3, X86_64_V4, host_targets
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.kernel import CpuTarget
@@ -39,7 +47,7 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: Any) -> NoReturn:
         raise AssertionError("TVM was started")
 
-    monkeypatch.setattr(build, "_run_child", run)
+    monkeypatch.setattr(build, "_running", run)
 
 
 def test_one_bad_kernel_costs_no_other(built: KernelBuild) -> None:
@@ -108,6 +116,38 @@ def test_slow_compilation_is_given_up(tmp_path: Path, monkeypatch: pytest.Monkey
     result = build_kernels([MASKED], targets=[X86_64_V3], templates=TEMPLATES, kernel_seconds=0.05)
     assert result.libraries == ()
     assert "it took more than 0.05 s" in result.declined[variant_key(MASKED)].reason
+
+
+def test_compilers_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of five kernels in one process and two in another, both before either is waited for;
+    what one leaves undone after a crash goes on in another."""
+    jobs = [Job(PLAIN, "t:T", X86_64_V3, {"tile": n}, tmp_path / f"{n}.o") for n in range(5)]
+    seen: list[list[int]] = []
+
+    @contextmanager
+    def running(part: Sequence[Job]) -> Iterator[Callable[..., build._Child]]:
+        seen.append([job.params["tile"] for job in part])
+        begun = len(seen)
+
+        def wait(kernel_seconds: float, deadline: float) -> build._Child:
+            assert len(seen) > begun or begun in (2, 3), "the first was waited for alone"
+            for job in part:
+                if job.params["tile"] == 2 and begun == 1:
+                    return build._Child(True, [None] * len(part), "it crashed")
+                if job.params["tile"] != 1:
+                    job.object.touch()
+            errors = ["refused" if job.params["tile"] == 1 else None for job in part]
+            return build._Child(True, errors, "")
+
+        yield wait
+
+    monkeypatch.setattr(build, "_running", running)
+    failed = compile_jobs(jobs, 1.0, workers=2)
+    assert seen == [[0, 2, 4], [1, 3], [4]]
+    assert {path.stem: refusal.reason.rpartition(": ")[2] for path, refusal in failed.items()} == {
+        "1": "refused",
+        "2": "it crashed",
+    }
 
 
 def test_broken_tvm_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

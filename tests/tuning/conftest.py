@@ -30,7 +30,7 @@ def bench(cache: Path) -> Iterator[tuple[LocalBench, list[str]]]:
     """Kernels of all modes, and why some were not built."""
     if missing_tools() is not None:
         pytest.skip(str(missing_tools()))
-    made = LocalBench(*SMALL, X86_64_V3, TEMPLATES)
+    made = LocalBench(*SMALL, X86_64_V3, TEMPLATES, compilers=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SUBQUAD_CACHE", str(cache))
         yield made, made.prepare([{"mode": mode} for mode in range(7)], 300.0)

@@ -49,6 +49,7 @@ class FakeBench:
         broken: parameters -> what comes out instead of times.
         uncompiled: parameters that are refused.
         cost: how long a measurement takes.
+        compiling: how long it takes to compile whatever is compiled at once.
     """
 
     seconds: Callable[[Params], float] = bowl
@@ -57,7 +58,9 @@ class FakeBench:
     broken: Mapping[Values, Trial] = field(default_factory=dict)
     uncompiled: tuple[Values, ...] = ()
     cost: float = 0.0
+    compiling: float = 0.0
     lanes: int = 1
+    compilers: int = 1
     clock: float = 0.0
     measured: list[Values] = field(default_factory=list)
 
@@ -66,6 +69,7 @@ class FakeBench:
 
     def prepare(self, candidates: Sequence[Params], seconds: float) -> list[str]:
         assert seconds > 0
+        self.clock += self.compiling
         return ["refused" if values_of(c) in self.uncompiled else "" for c in candidates]
 
     def measure(
@@ -106,14 +110,31 @@ def test_known_good_parameters_come_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "compiling", "size"),
-    [(1000.0, 0.0, 8), (1000.0, 1.0, 8), (100.0, 6.0, 5), (20.0, 30.0, 1)],
+    ("seconds", "compiling", "compilers", "size"),
+    [
+        (1000.0, 0.0, 1, 8),
+        (1000.0, 1.0, 1, 8),
+        (100.0, 6.0, 1, 5),
+        (100.0, 10.0, 2, 6),
+        (20.0, 30.0, 1, 1),
+        (20.0, 30.0, 2, 2),
+    ],
 )
 def test_slow_compilers_get_few_candidates_at_once(
-    seconds: float, compiling: float, size: int
+    seconds: float, compiling: float, compilers: int, size: int
 ) -> None:
     """What is compiled must be measured in the time that is left."""
-    assert search_module.generation(seconds, compiling) == size
+    assert search_module.generation(seconds, compiling, compilers) == size
+
+
+def test_nothing_is_compiled_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defaults take 35 s and two candidates 40; 10 s before the confirmation are too few for
+    two more, and are left to the next shape."""
+    bench = FakeBench(cost=5.0, compiling=30.0, compilers=2)
+    monkeypatch.setattr(search_module, "time", SimpleNamespace(monotonic=lambda: bench.clock))
+    found = run(bench, trials=10_000, seconds=100.0)
+    assert found.trials == {"ok": 2, "failed": 0, "wrong": 0}
+    assert bench.clock == 75.0 + 5.0 * (found.params != values_of(SPACE.defaults))
 
 
 def test_same_seed_same_search() -> None:
