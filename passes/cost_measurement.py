@@ -4,7 +4,7 @@ What is timed is what an artifact runs: the node with the kernel library, or its
 inputs and outputs in place. All candidates of one shape take turns with a matrix product; each time
 counts relative to the products beside it, multiplied by what a product takes when nothing disturbs
 it (the quarter of them that was fastest). So a busy machine shifts a table less than plain clocks
-would; ``steady`` in its settings says how busy it was.
+would; ``steady`` in its settings says how busy it was. With one thread CPU time counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from subquad.kernels.example_inputs import Sizes, example_inputs
-from subquad.kernels.host.build import build_kernels
+from subquad.kernels.host.build import build_kernels, missing_tools
+from subquad.kernels.host.targets import host_targets
 from subquad.kernels.inputs import Heads
 from subquad.kernels.one_node import one_node_model
 from subquad.kernels.operator import OperatorVariant
@@ -230,7 +231,9 @@ def _candidates(variants: Iterable[OperatorVariant]) -> tuple[list[_Candidate], 
         (variant.op_type, bucket_of(variant), span_of(variant), variant.num_heads): variant  # type: ignore[attr-defined]
         for variant in variants
     }
-    built = build_kernels(list(unique.values()))
+    # Only what this machine runs; compiling takes longer than measuring.
+    targets = None if missing_tools() else host_targets()[-1:]
+    built = build_kernels(list(unique.values()), targets=targets)
     paths = (built.libraries[-1].path,) if built.libraries else ()
     candidates, notes = [], []
     for variant in unique.values():
@@ -279,6 +282,8 @@ def _measure(
     candidates: Sequence[_Candidate], sizes: Sizes, threads: int, rounds: int, stop: float
 ) -> _Measured:
     """All candidates at one shape, in turns."""
+    # What else runs takes turns on the same cores, and CPU time does not count it.
+    clock = time.process_time if threads == 1 else time.perf_counter
     result = _Measured()
     runs: dict[str, tuple[_Candidate, BoundRun, int | None, int]] = {}
     for candidate in candidates:
@@ -290,9 +295,7 @@ def _measure(
             result.too_large.add(candidate.label)
             continue
         grown = memory_growth(opened)
-        start = time.perf_counter()
-        opened()
-        once = time.perf_counter() - start
+        once = _seconds(opened, 1, clock)
         repeat = max(1, round(SAMPLE_SECONDS / max(once, 1e-7)))
         runs[candidate.label] = candidate, opened, None if grown is None else grown[0], repeat
         if time.monotonic() > stop:
@@ -305,12 +308,12 @@ def _measure(
     labels = list(runs)
     for number in range(rounds):
         turn = number % max(1, len(labels))
-        before = _seconds(gemm, 1)
+        before = _seconds(gemm, 1, clock)
         products.append(before)
         for label in labels[turn:] + labels[:turn]:
             _, run, _, repeat = runs[label]
-            seconds = _seconds(run, repeat)
-            after = _seconds(gemm, 1)
+            seconds = _seconds(run, repeat, clock)
+            after = _seconds(gemm, 1, clock)
             products.append(after)
             samples[label].append((seconds, (before + after) / 2))
             before = after
@@ -364,11 +367,11 @@ def _gemm(threads: int) -> BoundRun:
     return BoundRun.bind(session, {"a": matrix, "b": matrix})
 
 
-def _seconds(run: Callable[[], Any], repeat: int) -> float:
-    start = time.perf_counter()
+def _seconds(run: Callable[[], Any], repeat: int, clock: Callable[[], float]) -> float:
+    start = clock()
     for _ in range(repeat):
         run()
-    return (time.perf_counter() - start) / repeat
+    return (clock() - start) / repeat
 
 
 @dataclass(frozen=True)

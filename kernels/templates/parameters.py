@@ -156,8 +156,11 @@ class TileParameters(KernelParameters):
         "keys": (32, 48, 64, 96, 128, 192, 256),
         "unroll": (1, 2, 4, 8),
     }
-    # Tall tiles of one vector, wide ones of three; more keys per block, fewer queries per task.
+    # Large tiles for 32 registers; tall ones of one vector, wide ones of three; more keys per
+    # block, fewer queries per task.
     STARTS: ClassVar[tuple[Mapping[str, int], ...]] = (
+        {"rows": 8, "vectors": 3},
+        {"rows": 6, "vectors": 4},
         {"rows": 12, "vectors": 1},
         {"rows": 4, "vectors": 3},
         {"rows": 8, "vectors": 2},

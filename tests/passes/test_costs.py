@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,10 @@ import numpy as np
 import pytest
 
 from subquad.kernels.attention.semantics import AttentionVariant
+from subquad.kernels.host.build import KernelBuild
+from subquad.kernels.host.targets import host_targets
 from subquad.kernels.hybrid.semantics import HybridVariant
+from subquad.passes import cost_measurement
 from subquad.passes.cost_measurement import (
     CostPlan,
     between,
@@ -305,6 +310,30 @@ def test_functions_are_measured_and_the_missing_kernel_is_said() -> None:
     assert costs.owner == owner_here()
     assert any("C++ compiler" in note for note in costs.notes)
     assert isinstance(costs.time(DENSE, 1, 1, 30, 1), float)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_with_one_thread_cpu_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the wall clock says: every reading of the CPU clock is a second after the last."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "process_time", lambda: float(next(ticks)))
+    costs = measure_costs(CostPlan((DENSE,), lengths=(16,), threads=(1,), rounds=3))
+    assert [point.seconds for curve in costs.curves for point in curve.points] == [1.0]
+
+
+def test_only_kernels_of_this_machine_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library for older processors would take as long to compile, and nobody runs it."""
+    asked: list[Any] = []
+
+    def build(variants: Any, *, targets: Any) -> KernelBuild:
+        asked.append(targets)
+        refusal = Rejection("not here")
+        return KernelBuild(declined={(v.op_type, v.overload): refusal for v in variants})
+
+    monkeypatch.setattr(cost_measurement, "build_kernels", build)
+    monkeypatch.setattr(cost_measurement, "missing_tools", lambda: None)
+    measure_costs(CostPlan((DENSE,), lengths=(16,), threads=(1,), rounds=3))
+    assert asked == [host_targets()[-1:]]
 
 
 @pytest.mark.usefixtures("without_compiler")

@@ -293,6 +293,15 @@ def test_a_space_holds_what_matters() -> None:
     assert {"keys", "chunk"} <= set(own_space(BOTH).choices)
 
 
+def test_large_tiles_are_tried_where_they_fit() -> None:
+    def tiles(target: CpuTarget) -> list[tuple[int, int]]:
+        space = own_space(DENSE, target)
+        return [(p["rows"], p["vectors"]) for p in space.starts if space.fits(p)]
+
+    assert tiles(X86_64_V4)[:3] == [(8, 3), (6, 4), (12, 1)]
+    assert tiles(X86_64_V3)[:2] == [(12, 1), (4, 3)]
+
+
 def test_register_tiles_fit_the_registers() -> None:
     space = own_space(DENSE)
     tile = {**space.defaults, "rows": 6, "vectors": 2, "lanes": 8}
