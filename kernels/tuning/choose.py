@@ -71,6 +71,7 @@ class TuningBook:
         Nearest by ``bucket.distance`` plus ``OTHER_VERSION`` for other sources of the template and
         for another TVM; equal distances go to the earlier layer, then to the better record. Only
         records of the same target and template count, and only parameters that ``space`` takes.
+        Where the defaults won in the nearest, the kernel of ``key`` has its own defaults.
         """
         for layer in self.layers:
             record = layer.get(key)
@@ -83,7 +84,9 @@ class TuningBook:
         versions = "" if _same_versions(key, record.key) else ", other versions"
         where = record.key.bucket.describe()
         note = f"distance {_far(key, record.key):g}{versions}: {where}; {_describe(record)}"
-        return Choice(dict(record.params), "nearest", note)
+        # The defaults won there; those of this shape may be others, fitted to its head dims.
+        params = {} if set(record.ratios) == {1.0} else dict(record.params)
+        return Choice(params, "nearest", note)
 
     def near(self, key: Key) -> list[Record]:
         """Records within ``MAX_DISTANCE`` of ``key``, nearest first."""

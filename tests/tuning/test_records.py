@@ -248,6 +248,15 @@ def test_choice_says_where_it_comes_from() -> None:
     assert mine.choose(key_of(VARIANT, 1024, target="x86-64-v4"), SPACE).how == "default"
 
 
+def test_where_defaults_won_a_near_shape_has_its_own() -> None:
+    """Those of exact attention depend on the head dims."""
+    mine = book([record(2, ratios=(1.0, 1.0, 1.0))])
+    assert mine.choose(KEY, SPACE).params == {"a": 2}
+    near = mine.choose(key_of(VARIANT, 2048), SPACE)
+    assert (near.params, near.how) == ({}, "nearest")
+    assert "1x the time of the defaults" in near.note
+
+
 def test_other_versions_are_nearest_at_best() -> None:
     mine = book([record(2, key=key_of(VARIANT, 1024, template_version="0" * 16))])
     near = mine.choose(KEY, SPACE)
