@@ -56,7 +56,8 @@ def atomic_directory(destination: Path, *, overwrite: bool = False) -> Iterator[
     The temporary directory lies next to the destination, hence on the same filesystem. On any
     exit but success, ``KeyboardInterrupt`` included, it is removed and the destination is as
     before. With ``overwrite``, an older artifact is moved aside and deleted only after the new one
-    stands in its place.
+    stands in its place. What others put into the destination in the meantime is treated as if it
+    had been there from the start.
 
     Raises:
         UsageError: destination is a file, or not empty and ``overwrite`` is unset, or not empty
@@ -83,6 +84,8 @@ def atomic_directory(destination: Path, *, overwrite: bool = False) -> Iterator[
             yield temporary
             os.chmod(temporary, 0o777 & ~_umask())
             _sync_tree(temporary)
+        # Once more: others may have written there in the meantime, which can be hours.
+        _check_destination(destination, overwrite=overwrite)
         with output_errors(destination):
             _put_in_place(temporary, destination)
     except BaseException:

@@ -169,3 +169,24 @@ def test_permission_error_inside_the_output(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="Permission denied"):
         with atomic_directory(tmp_path / "out") as folder:
             raise PermissionError(errno.EACCES, "Permission denied", str(folder / "x"))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_appears_meanwhile_is_not_deleted(tmp_path: Path, overwrite: bool) -> None:
+    destination = tmp_path / "out"
+    with pytest.raises(UsageError, match="not empty"):
+        with atomic_directory(destination, overwrite=overwrite) as folder:
+            (folder / "manifest.json").write_text("new")
+            destination.mkdir()
+            (destination / "thesis.txt").write_text("years of work")
+    assert (destination / "thesis.txt").read_text() == "years of work"
+    assert _left(tmp_path) == ["out"]
+
+
+def test_of_two_runs_the_second_does_not_replace_the_first(tmp_path: Path) -> None:
+    destination = tmp_path / "out"
+    with pytest.raises(UsageError, match="not empty"), atomic_directory(destination) as second:
+        (second / "manifest.json").write_text("second")
+        with atomic_directory(destination) as first:
+            (first / "manifest.json").write_text("first")
+    assert (destination / "manifest.json").read_text() == "first"
