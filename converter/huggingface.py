@@ -243,7 +243,7 @@ def _load_config(folder: Path, config_path: Path) -> Any:
 
     try:
         raw = json.loads(config_path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{config_path} is not valid JSON: {error}.") from error
     if not isinstance(raw, dict) or "model_type" not in raw:
         raise UnsupportedModelError(

@@ -164,7 +164,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         header = json.loads(raw)
     except OSError as error:
         raise UnsupportedModelError(f"Cannot read {path}: {error.strerror}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(
             f"{path.name}: malformed safetensors header: {error}."
         ) from error
@@ -195,7 +195,7 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     try:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnsupportedModelError(
             f"{index.name} is malformed: expected an object with a 'weight_map' ({error})."
         ) from error

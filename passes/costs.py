@@ -26,7 +26,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -38,6 +37,7 @@ from subquad.kernels.operator import OperatorVariant
 from subquad.runtime.errors import IntegrityError, OutputError, Rejection, UsageError
 from subquad.runtime.jsonable import json_ready
 from subquad.runtime.machine import cpu_flags, cpu_model, usable_cores, versions
+from subquad.runtime.whole_file import whole_file
 
 SCHEMA_VERSION = 1
 
@@ -246,13 +246,12 @@ class CostTable:
         path = path or default_path()
         content = {"schema": SCHEMA_VERSION, "hash": self.hash} | asdict(self)
         text = json.dumps(json_ready(content), indent=1, sort_keys=True, allow_nan=False) + "\n"
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, "utf-8")
-            os.replace(temporary, path)
         except OSError as error:
             raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
+        with whole_file(path) as stream:
+            stream.write(text.encode())
         return path
 
     @staticmethod

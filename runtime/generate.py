@@ -18,10 +18,10 @@ from subquad.runtime.decoding import Decoding, decoding_reason
 from subquad.runtime.errors import IntegrityError, UsageError
 from subquad.runtime.jsonable import json_ready
 from subquad.runtime.kernel_library import KernelMode
+from subquad.runtime.npz import read_npz
 from subquad.runtime.pair import encode, is_pair, load_pair
 from subquad.runtime.past import rows_of
 from subquad.runtime.run import text_feeds
-from subquad.runtime.samples import read_npz
 from subquad.runtime.sampling import Sampler, Sampling
 from subquad.runtime.text import TOKENIZER_NAME, Tokenizer
 
@@ -240,7 +240,7 @@ def token_setting(folder: Path, key: str) -> tuple[int, ...]:
             raw = json.loads((folder / name).read_text("utf-8"))
         except FileNotFoundError:
             continue
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise IntegrityError(f"{folder / name} is not readable JSON: {error}.") from error
         found = raw.get(key) if isinstance(raw, dict) else None
         if isinstance(found, int):

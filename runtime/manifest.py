@@ -159,7 +159,7 @@ class Manifest:
         except OSError as error:
             raise IntegrityError(f"{path} cannot be read: {error.strerror}.") from error
         # RecursionError: brackets nested deeper than the parser's stack.
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise IntegrityError(f"{path} is not valid JSON: {error}. Convert again.") from error
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if type(version) is not int or version != SCHEMA_VERSION:

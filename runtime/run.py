@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.runtime.artifact import Artifact, load
-from subquad.runtime.errors import OutputError, UsageError
+from subquad.runtime.errors import UsageError
 from subquad.runtime.jsonable import json_ready
 from subquad.runtime.kernel_library import KernelMode
 from subquad.runtime.manifest import InputSpec
 from subquad.runtime.metamorphic import length_axis, real_tokens, select
-from subquad.runtime.samples import Layout, is_causal_model, other_ids, read_npz
+from subquad.runtime.npz import read_npz, write_npz
+from subquad.runtime.samples import Layout, is_causal_model, other_ids
 from subquad.runtime.text import Tokenizer
 
 Progress = Callable[[str, float | None], None]
@@ -166,34 +164,6 @@ def text_feeds(
     mask = np.array([[slot < len(ids) for slot in range(length)] for ids in tokens])
     filled = np.array([ids + [0] * (length - len(ids)) for ids in tokens])
     return {spec.name: _text_input(spec, filled, mask) for spec in layout.specs}
-
-
-def write_npz(path: Path, arrays: Values) -> None:
-    """Write a ``.npz`` file that appears under its name only when it is complete.
-
-    Raises:
-        OutputError: the directory cannot be written, or the disk is full.
-    """
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
-    temporary = Path(name)
-    try:
-        # Not numpy.savez: an output called "file" would clash with its parameter.
-        with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w") as archive:
-            for key, array in arrays.items():
-                with archive.open(f"{key}.npy", "w", force_zip64=True) as entry:
-                    np.lib.format.write_array(entry, np.asarray(array), allow_pickle=False)
-        # mkstemp makes files private; give what a plain open would have.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        temporary.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _text_input(spec: InputSpec, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> NDArray[Any]:

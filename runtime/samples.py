@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from subquad.runtime.artifact import check_inputs
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import InputSpec, Manifest
+from subquad.runtime.npz import read_npz
 from subquad.runtime.past import at_start, empty_past
 from subquad.runtime.text import Tokenizer
 
@@ -333,7 +334,7 @@ class TextSource:
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, causal: bool) -> None:
-        self.kind = "jsonl" if path.suffix == ".jsonl" else "text"
+        self.kind = "jsonl" if path.suffix.lower() == ".jsonl" else "text"
         documents = read_documents(path, split=not causal)
         self._tokenizer = tokenizer
         self._stream: list[int] | None = None
@@ -433,29 +434,10 @@ def open_samples(
         return LatticeSamples(manifest, seed=seed, rows=rows)
     if not data.is_file():
         raise UsageError(f"No such file: {data}")
-    if data.suffix == ".npz":
+    if data.suffix.lower() == ".npz":
         return ArraySamples(manifest, data)
     source = TextSource(data, Tokenizer.load(folder), causal=is_causal_model(manifest))
     return LatticeSamples(manifest, seed=seed, text=source, rows=rows)
-
-
-def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a ``.npz`` file; pickled objects are refused.
-
-    Raises:
-        UsageError: no such file, or not a readable ``.npz``.
-    """
-    from zipfile import BadZipFile
-
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise UsageError(f"{path} holds one array; save with numpy.savez(file, name=...).")
-            return {name: archive[name] for name in archive.files}
-    except FileNotFoundError as error:
-        raise UsageError(f"No such file: {path}") from error
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise UsageError(f"{path} is not a readable .npz file: {error}") from error
 
 
 def read_documents(path: Path, *, split: bool) -> list[str]:
@@ -466,10 +448,16 @@ def read_documents(path: Path, *, split: bool) -> list[str]:
         split: whether a plain text is cut into paragraphs (or lines, if it has only one).
     """
     try:
-        text = path.read_text("utf-8")
+        # With or without a byte order mark.
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not a readable UTF-8 text: {error}") from error
-    if path.suffix == ".jsonl":
+    if "\0" in text:
+        raise UsageError(
+            f"{path} is not a readable UTF-8 text: it has NUL characters, as binary files and "
+            "UTF-16 do. Convert it to UTF-8, or leave it out."
+        )
+    if path.suffix.lower() == ".jsonl":
         documents = [
             _json_text(line, f"{path}:{number}")
             for number, line in enumerate(text.split("\n"), start=1)
@@ -490,8 +478,12 @@ def read_documents(path: Path, *, split: bool) -> list[str]:
 def _json_text(line: str, where: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f'{where}: expected a JSON object with a "text" field.') from error
     if not isinstance(text, str):
         raise UsageError(f'{where}: "text" must be a string, got {type(text).__name__}.')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f'{where}: "text" holds what is no character: {error}.') from error
     return text

@@ -48,7 +48,15 @@ class Tokenizer:
         return Tokenizer(tokenizers.Tokenizer.from_str(content))
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
-        """Token ids with special tokens; at most ``limit``, the closing special ones kept."""
+        """Token ids with special tokens; at most ``limit``, the closing special ones kept.
+
+        Raises:
+            UsageError: the text holds what is no character, as a command line can that is no UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"A text holds what is no character: {error}. Use UTF-8.") from error
         if limit is None:
             return list(self._tokenizer.encode(text).ids)
         self._tokenizer.enable_truncation(limit)

@@ -21,6 +21,7 @@ from subquad.passes.calibrate.groups import DocumentGroup, document_groups
 from subquad.runtime.artifact import check_inputs
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import Manifest
+from subquad.runtime.npz import read_npz
 from subquad.runtime.samples import (
     Batch,
     Layout,
@@ -28,7 +29,6 @@ from subquad.runtime.samples import (
     other_ids,
     random_ids,
     read_documents,
-    read_npz,
 )
 from subquad.runtime.text import Tokenizer
 
@@ -95,9 +95,11 @@ def open_data(
         UsageError: files that cannot be read, too little data for a split, or kinds mixed.
     """
     rows = {_HALVES[0]: calibration_tokens, _HALVES[1]: heldout_tokens}
-    sizes = sorted({n for n in lengths if n >= 1})
+    sizes = sorted(set(lengths))
     if not sizes:
-        raise UsageError("At least one length of 1 or more is needed.")
+        raise UsageError("At least one length is needed.")
+    if sizes[0] < 1:
+        raise UsageError(f"Lengths must be at least 1, got {sizes[0]}.")
     notes: list[str] = []
     limit = manifest.max_length
     if limit is not None and sizes[-1] > limit:
@@ -108,7 +110,7 @@ def open_data(
     groups, group_notes = document_groups(paths)
     notes += group_notes
     files = [file for group in groups for file in group.files]
-    arrays = [file for file in files if file.suffix == ".npz"]
+    arrays = [file for file in files if file.suffix.lower() == ".npz"]
     if arrays and len(arrays) != len(files):
         raise UsageError("Calibration data are either .npz files or texts, not both.")
     if not sizes and not arrays:

@@ -9,7 +9,8 @@ import pytest
 
 import subquad
 from subquad.runtime.errors import OutputError, UsageError
-from subquad.runtime.run import run, write_npz
+from subquad.runtime.npz import write_npz
+from subquad.runtime.run import run
 from tiny_artifact import Tiny, feeds, save_npz
 
 
@@ -59,7 +60,8 @@ def test_neither_or_both(decoder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"), [([""], "no tokens"), (["w1 " * 601], "at most 600")]
+    ("texts", "message"),
+    [([""], "no tokens"), (["w1 " * 601], "at most 600"), (["w1 \udcff"], "is no character")],
 )
 def test_texts_that_cannot_run(decoder: Path, texts: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):

@@ -10,6 +10,7 @@ import pytest
 from subquad.runtime.artifact import check_inputs
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import InputSpec, Manifest
+from subquad.runtime.npz import read_npz
 from subquad.runtime.samples import (
     PADDINGS,
     Case,
@@ -20,7 +21,6 @@ from subquad.runtime.samples import (
     open_samples,
     padding_mask,
     read_documents,
-    read_npz,
 )
 from tiny_artifact import VOCABULARY, feeds, save_npz
 
@@ -173,6 +173,9 @@ def test_causal_is_a_property_of_every_self_attention(decoder: Path, encoder: Pa
         ("x.jsonl", "{", "x.jsonl:1: expected a JSON object"),
         ("x.jsonl", '{"text": "a"}\n[]', "x.jsonl:2"),
         ("x.jsonl", '{"text": 3}', "must be a string, got int"),
+        ("x.jsonl", '{"text": "a", "id": ' + 5000 * "9" + "}", "x.jsonl:1: expected a JSON object"),
+        ("x.jsonl", '{"text": "\\ud800"}', "x.jsonl:1: .*holds what is no character"),
+        ("x.txt", "h\0i\0", "NUL characters"),
         ("x.npz", "no zip", "not a readable .npz"),
     ],
 )
@@ -191,6 +194,42 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="UTF-8"):
         read_documents(tmp_path / "x.txt", split=True)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfw1 w2")
+    assert read_documents(tmp_path / "x.txt", split=False) == ["w1 w2"]
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "w1"}')
+    assert read_documents(tmp_path / "x.jsonl", split=False) == ["w1"]
+
+
+@pytest.mark.parametrize("change", ["one array", "cut", "flipped", "encrypted"])
+def test_archives_that_cannot_be_read(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, a=np.random.default_rng(0).integers(0, 9, 500))
+    content = bytearray(path.read_bytes())
+    if change == "one array":
+        with path.open("wb") as stream:
+            np.save(stream, np.arange(3))
+    elif change == "cut":
+        path.write_bytes(content[:200])
+    elif change == "flipped":
+        content[60:70] = b"\xff" * 10
+        path.write_bytes(content)
+    else:
+        content[6] |= 1
+        content[content.rfind(b"PK\x01\x02") + 8] |= 1
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match="holds one array|not a readable .npz"):
+        read_npz(path)
+
+
+def test_the_suffix_counts_in_any_case(decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.JSONL").write_text('{"text": "w1 w2"}')
+    assert read_documents(tmp_path / "x.JSONL", split=False) == ["w1 w2"]
+    (tmp_path / "x.NPZ").write_text("no zip")
+    with pytest.raises(UsageError, match="not a readable .npz"):
+        open_samples(Manifest.read(decoder), decoder, data=tmp_path / "x.NPZ", seed=0)
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
