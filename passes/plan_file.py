@@ -7,11 +7,11 @@ timings, so the same source, data, seed and prices give the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,14 @@ from subquad.passes.plan import DENSE, Assignment, declined_by
 from subquad.passes.recognise.site import AttentionSite
 from subquad.runtime.errors import UsageError
 from subquad.runtime.jsonable import json_ready
+from subquad.runtime.npz import read_npz, write_npz
+from subquad.runtime.whole_file import whole_file
 
 SCHEMA = "subquad.plan"
 SCHEMA_VERSION = 1
+
+_FIT_ERRORS = ("before", "after")
+"""Fields of ``Fitted`` that are numbers, one for every head."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,13 @@ class PlanFile:
         return json.dumps(self.to_json(), indent=1, sort_keys=True, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write ``path`` and, if a method has fitted tensors, the ``.npz`` file beside it."""
-        path.write_text(self.dumps(), "utf-8")
+        """Write ``path`` and, if a method has fitted tensors, the ``.npz`` file beside it.
+
+        Each appears whole or not at all, the plan last.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
         arrays = {
             f"{site.name}/{name}": array
             for site in self.sites
@@ -98,8 +108,9 @@ class PlanFile:
             for name, array in site.fitted.tensors.items()
         }
         if arrays:
-            # The stub takes no names of arrays beside its own flag.
-            np.savez(tensors_path(path), **arrays)  # type: ignore[arg-type]
+            write_npz(tensors_path(path), arrays)
+        with whole_file(path) as stream:
+            stream.write(self.dumps().encode())
 
     @staticmethod
     def read(path: Path) -> PlanFile:
@@ -110,11 +121,12 @@ class PlanFile:
                 which. Or the fitted tensors are missing or not those of the plan.
         """
         try:
-            raw = json.loads(path.read_text("utf-8"))
+            raw = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_without_twins)
         except OSError as error:
             raise UsageError(f"Plan {path} cannot be read: {error.strerror}.") from error
+        # ValueError: no UTF-8, no JSON, a key given twice, a number of thousands of digits.
         # RecursionError: brackets nested deeper than the parser's stack.
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"Plan {path} is no valid JSON: {error}.") from error
         if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
             raise UsageError(f'{path} is no plan: expected an object with "schema": "{SCHEMA}".')
@@ -130,7 +142,8 @@ class PlanFile:
         if not isinstance(sites, list) or not sites:
             raise UsageError(f"Plan {path}: sites must be a list with one entry per attention.")
         parsed = tuple(_site(item, f"Plan {path}: sites[{i}]") for i, item in enumerate(sites))
-        parsed = tuple(_with_tensors(site, path) for site in parsed)
+        arrays = cache(lambda: read_npz(tensors_path(path)))
+        parsed = tuple(_with_tensors(site, path, arrays) for site in parsed)
         names = [site.name for site in parsed]
         for name in names:
             if names.count(name) > 1:
@@ -209,27 +222,54 @@ def tensors_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.tensors.npz")
 
 
-def _with_tensors(site: SitePlan, path: Path) -> SitePlan:
-    """``site`` with its fitted tensors; a method that was edited has none."""
+def _with_tensors(
+    site: SitePlan, path: Path, arrays: Callable[[], Mapping[str, NDArray[Any]]]
+) -> SitePlan:
+    """``site`` with its fitted tensors, some of ``arrays``; a method that was edited has none."""
     facts = dict(site.facts)
     wanted = facts.pop("fitted", None)
-    if not isinstance(wanted, dict) or wanted.get("method") != site.method:
-        return replace(site, facts=facts)
-    place = tensors_path(path)
     where = f"Plan {path}, site {site.name}"
+    if not isinstance(wanted, dict | None):
+        raise UsageError(f"{where}: fitted must be an object, got {wanted!r}.")
+    if wanted is None or wanted.get("method") != site.method:
+        return replace(site, facts=facts)
+    errors = [_numbers(wanted.get(name, []), f"{where}: fitted.{name}") for name in _FIT_ERRORS]
+    place = tensors_path(path)
     try:
-        with np.load(place, allow_pickle=False) as arrays:
-            names = [name for name in arrays.files if name.startswith(f"{site.name}/")]
-            tensors = {name.removeprefix(f"{site.name}/"): arrays[name] for name in names}
-    except (OSError, ValueError, BadZipFile) as error:
+        of_all = arrays()
+    except UsageError as error:
         raise UsageError(
             f"{where}: its fitted tensors cannot be read from {place}: {error}. Keep that file "
             'beside the plan, or remove "fitted" from the site to start without them.'
         ) from error
-    fitted = Fitted(tensors, *(tuple(wanted.get(name, ())) for name in ("before", "after")))
+    own = f"{site.name}/"
+    tensors = {
+        name.removeprefix(own): array for name, array in of_all.items() if name.startswith(own)
+    }
+    fitted = Fitted(tensors, *errors)
     if fitted.digest != wanted.get("digest"):
         raise UsageError(f"{where}: {place} does not hold the tensors of this plan. Plan again.")
     return replace(site, facts=facts, fitted=fitted)
+
+
+def _numbers(value: object, where: str) -> tuple[float, ...]:
+    # Numbers that JSON lacks are texts, see ``json_ready``.
+    fits = isinstance(value, list) and all(
+        isinstance(one, int | float) or one in ("nan", "inf", "-inf") for one in value
+    )
+    if not isinstance(value, list) or not fits:
+        raise UsageError(f"{where} must be a list of numbers, got {value!r}.")
+    return tuple(map(float, value))
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of a key given twice, nobody could say which was meant."""
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"an object has the key {name!r} twice")
+        result[name] = value
+    return result
 
 
 def _site(item: object, where: str) -> SitePlan:

@@ -11,7 +11,7 @@ import pytest
 from sites import make_site
 from subquad.passes.calibrate.fitted import Fitted
 from subquad.passes.plan_file import PlanFile, SitePlan
-from subquad.runtime.errors import UsageError
+from subquad.runtime.errors import OutputError, UsageError
 
 SITES = (make_site("a", right=0), make_site("b", right=0, softcap=1.0), make_site("c", right=0))
 PLAN = PlanFile(
@@ -51,6 +51,46 @@ def test_fitted_tensors_lie_beside_the_plan(tmp_path: Path) -> None:
     assert read == plan and read.dumps() == plan.dumps()
     first, *_ = read.assignments(SITES, source_hash="1234")
     assert first.fitted is not None and (first.tensors()["key_map"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (5, "fitted must be an object"),
+        ({"before": 5}, "fitted.before must be a list of numbers"),
+        ({"after": None}, "fitted.after must be a list of numbers"),
+        ({"after": ["much"]}, "fitted.after must be a list of numbers"),
+        ({"digest": None}, "does not hold the tensors"),
+    ],
+)
+def test_fitted_entries_of_a_wrong_kind(tmp_path: Path, entry: Any, reason: str) -> None:
+    fitted_plan().write(tmp_path / "plan.json")
+    raw = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    known = raw["sites"][0]["fitted"]
+    raw["sites"][0]["fitted"] = {**known, **entry} if isinstance(entry, dict) else entry
+    (tmp_path / "plan.json").write_text(json.dumps(raw), "utf-8")
+    with pytest.raises(UsageError, match=reason):
+        PlanFile.read(tmp_path / "plan.json")
+
+
+def test_errors_that_are_no_numbers_are_read_back(tmp_path: Path) -> None:
+    maps = {"query_map": np.ones((2, 9, 8), np.float32)}
+    fitted = Fitted(maps, (float("nan"), float("inf")), (0.5, 1.0))
+    plan = dataclasses.replace(PLAN, sites=(SitePlan("a", "hedgehog:dims=0", fitted=fitted),))
+    plan.write(tmp_path / "plan.json")
+    read = PlanFile.read(tmp_path / "plan.json")
+    assert read.dumps() == plan.dumps()
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.write(path)
+    (tmp_path / "plan.tensors.npz").mkdir()
+    with pytest.raises(OutputError, match="plan.tensors.npz cannot be written"):
+        fitted_plan().write(path)
+    assert PlanFile.read(path) == PLAN
+    with pytest.raises(OutputError, match="cannot be written"):
+        PLAN.write(tmp_path / "absent" / "plan.json")
 
 
 def test_an_edited_method_has_no_fitted_tensors(tmp_path: Path) -> None:
