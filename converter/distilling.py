@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from subquad.converter.pipeline import Repair, Selection, write_artifact
 from subquad.converter.planned_cache import replace_weights
 from subquad.converter.refitting import Refitted, refit_plan
 from subquad.converter.reports import write_reports
-from subquad.converter.work_folder import WorkFolder
+from subquad.converter.work_folder import WorkFolder, require_apart
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
 from subquad.passes.calibrate.branches import ablate
 from subquad.passes.calibrate.data import (
@@ -106,59 +107,63 @@ def convert_and_distil(
     kind = chosen_kernels(kernels)
     clock = StageClock(progress)
     place = work or output.parent / f"{output.name}.work"
-    with atomic_directory(output, overwrite=overwrite) as folder:
-        with clock.stage("base"):
-            base, manifest = base_artifact(
-                source,
-                WorkFolder(place),
-                kernels=kind,
-                require_sites=require_sites,
-                progress=progress,
-            )
-        with clock.stage("data"):
-            data = open_data(
-                manifest,
+    require_apart(place, output)
+    with ExitStack() as held:
+        with atomic_directory(output, overwrite=overwrite) as folder:
+            results = WorkFolder(place)
+            held.enter_context(results.alone())
+            with clock.stage("base"):
+                base, manifest = base_artifact(
+                    source,
+                    results,
+                    kernels=kind,
+                    require_sites=require_sites,
+                    progress=progress,
+                )
+            with clock.stage("data"):
+                data = open_data(
+                    manifest,
+                    base,
+                    paths=request.data,
+                    lengths=request.lengths,
+                    seed=request.seed,
+                    calibration_tokens=request.calibration_tokens,
+                    heldout_tokens=request.heldout_tokens,
+                )
+            traced, raised = reopen(base, manifest)
+            plan = selection.assignments(raised, manifest.source["hash"])
+            engine = Engine(
+                load_split(base, MODEL_NAME, raised.sites),
                 base,
-                paths=request.data,
-                lengths=request.lengths,
-                seed=request.seed,
-                calibration_tokens=request.calibration_tokens,
-                heldout_tokens=request.heldout_tokens,
+                threads=request.threads,
+                kernels=kernels == "cpu",
             )
-        traced, raised = reopen(base, manifest)
-        plan = selection.assignments(raised, manifest.source["hash"])
-        engine = Engine(
-            load_split(base, MODEL_NAME, raised.sites),
-            base,
-            threads=request.threads,
-            kernels=kernels == "cpu",
-        )
-        with clock.stage("calibrate"):
-            plan = with_fits(engine, plan, data.calibration, progress)
-        facts: dict[str, Any] = {}
-        if request.refit:
-            with clock.stage("refit"):
-                refit = _refit(engine, manifest, plan, data)
-            replace_weights(traced.model, refit.weights)
-            facts = {"refit": refit.facts}
-        trained = distillation(base, manifest, data, request.settings, request.threads, clock)
-        report = write_artifact(
-            folder,
-            traced,
-            raised,
-            plan,
-            clock,
-            shown_as=output,
-            seed=request.seed,
-            kernels=kind,
-            require_kernels=require_kernels,
-            tuning=tuning,
-            facts=facts,
-            repair=_with_branches(trained, engine, manifest, data),
-        )
-    write_reports(output, report)
-    if work is None:
-        shutil.rmtree(place, ignore_errors=True)
+            with clock.stage("calibrate"):
+                plan = with_fits(engine, plan, data.calibration, progress)
+            facts: dict[str, Any] = {}
+            if request.refit:
+                with clock.stage("refit"):
+                    refit = _refit(engine, manifest, plan, data)
+                replace_weights(traced.model, refit.weights)
+                facts = {"refit": refit.facts}
+            trained = distillation(base, manifest, data, request.settings, request.threads, clock)
+            report = write_artifact(
+                folder,
+                traced,
+                raised,
+                plan,
+                clock,
+                shown_as=output,
+                seed=request.seed,
+                kernels=kind,
+                require_kernels=require_kernels,
+                tuning=tuning,
+                facts=facts,
+                repair=_with_branches(trained, engine, manifest, data),
+            )
+        write_reports(output, report)
+        if work is None:
+            shutil.rmtree(place, ignore_errors=True)
     return report
 
 

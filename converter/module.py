@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,22 @@ from subquad.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+USER_CODE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What Python code of the user's raises when something is wrong with it or with its files."""
 
 _CONVENTION = (
     "A factory returns an nn.Module with a method example_inputs(), or (module, example_inputs), "
@@ -63,8 +80,8 @@ def trace_factory(reference: str) -> TracedModel:
     target = load_object(reference)
     try:
         result = target() if callable(target) and not _is_module(target) else target
-    except (AttributeError, ImportError, OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{reference}: {type(error).__name__}: {error}.") from error
+    except USER_CODE_ERRORS as error:
+        raise user_code_error(reference, error) from error
     source = _as_source(result, reference)
     return trace_module(
         ModuleSource(source.module, source.example_inputs, source.dynamic_axes, reference)
@@ -78,6 +95,8 @@ def load_object(reference: str) -> Any:
         UsageError: no such module or name, or its import fails.
     """
     module_name, _, attribute = reference.rpartition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"{reference!r}: expected package.module:name or path/to/file.py:name.")
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
@@ -93,10 +112,18 @@ def load_object(reference: str) -> Any:
             f"{reference}: cannot import {error.name!r}. The current directory and installed "
             "packages are searched."
         ) from error
-    except (AttributeError, ImportError, OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{reference}: {type(error).__name__}: {error}.") from error
+    except USER_CODE_ERRORS as error:
+        raise user_code_error(reference, error) from error
     finally:
         sys.path[:] = before
+
+
+def user_code_error(what: str, error: Exception) -> UsageError:
+    """``error`` of the user's code, with the line that raised it."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    ours = line.filename == __file__ or line.filename.startswith("<")
+    where = "" if ours else f" ({line.filename}, line {line.lineno})"
+    return UsageError(f"{what}: {type(error).__name__}: {error}{where}.")
 
 
 def _load_file(path: Path) -> Any:

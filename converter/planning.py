@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 from subquad.converter.atomic import atomic_directory
 from subquad.converter.base_artifact import base_artifact, content_hash, reopen
 from subquad.converter.branching import branch_runner
-from subquad.converter.budget_texts import Metric, Runner, parse_budget
+from subquad.converter.budget_texts import Runner, metric_code, metric_value, parse_budget
 from subquad.converter.conversion_report import ConversionReport, StageClock
 from subquad.converter.cpu_kernels import KernelKind, chosen_kernels
 from subquad.converter.distilling import distillation
@@ -45,7 +46,7 @@ from subquad.converter.planned_cache import (
 from subquad.converter.recall_limit import RecallJudge, recall_samples, recall_test
 from subquad.converter.refitting import Refitted, refit_plan
 from subquad.converter.reports import write_reports
-from subquad.converter.work_folder import WorkFolder, key_of
+from subquad.converter.work_folder import WorkFolder, key_of, require_apart
 from subquad.kernels.tuning.choose import DEFAULT_TUNING, TuningOptions
 from subquad.passes.calibrate.branches import Branches, ablate, linear_off, widest_window
 from subquad.passes.calibrate.candidates import SiteMeasurement
@@ -112,7 +113,9 @@ def plan_source(
         UnsupportedModelError, ReplacementError: as ``convert``.
     """
     clock = StageClock(progress)
-    return _Planning(source, request, WorkFolder(work), require_sites, clock).run()
+    folder = WorkFolder(work)
+    with folder.alone():
+        return _Planning(source, request, folder, require_sites, clock).run()
 
 
 def convert_with_budget(
@@ -151,47 +154,51 @@ def convert_with_budget(
         refuse_cached(source, distil)
         request = replace(request, decodes=True)
     place = work or output.parent / f"{output.name}.work"
-    with atomic_directory(output, overwrite=overwrite) as folder:
-        planning = _Planning(source, request, WorkFolder(place), require_sites, clock)
-        planned = planning.run()
-        if cache:
-            traced, raised = read_source(source, clock, cache=True)
-        else:
-            traced, raised = reopen(planning.base, planning.manifest)
-        assignments = planned.plan.assignments(
-            raised.sites,
-            source_hash=planning.manifest.source["hash"],
-            strict_causal=request.strict_causal,
-        )
-        require_all_planned(planned.plan, assignments)
-        refit = planning.refit() if request.refit else Refitted({}, {"asked_for": False})
-        replace_weights(traced.model, refit.weights)
-        report = write_artifact(
-            folder,
-            traced,
-            raised,
-            assignments,
-            clock,
-            shown_as=output,
-            seed=request.seed,
-            kernels=kind,
-            require_kernels=require_kernels,
-            tuning=tuning,
-            facts={
-                "planning": planned.to_json(),
-                "refit": refit.facts,
-                "branches": planned.plan.branches,
-            },
-            repair=None if distil is None else planning.distillation(distil),
-            finish=planning.verify,
-        )
-    # From here on, whatever fails, the artifact is there.
-    write_reports(output, report)
-    facts = {**report.facts, "probes": planning.probe(output)}
-    report = replace(report, facts=facts, peak_rss_bytes=peak_rss_bytes())
-    write_reports(output, report)
-    if work is None:
-        shutil.rmtree(place, ignore_errors=True)
+    require_apart(place, output)
+    with ExitStack() as held:
+        with atomic_directory(output, overwrite=overwrite) as folder:
+            results = WorkFolder(place)
+            held.enter_context(results.alone())
+            planning = _Planning(source, request, results, require_sites, clock)
+            planned = planning.run()
+            if cache:
+                traced, raised = read_source(source, clock, cache=True)
+            else:
+                traced, raised = reopen(planning.base, planning.manifest)
+            assignments = planned.plan.assignments(
+                raised.sites,
+                source_hash=planning.manifest.source["hash"],
+                strict_causal=request.strict_causal,
+            )
+            require_all_planned(planned.plan, assignments)
+            refit = planning.refit() if request.refit else Refitted({}, {"asked_for": False})
+            replace_weights(traced.model, refit.weights)
+            report = write_artifact(
+                folder,
+                traced,
+                raised,
+                assignments,
+                clock,
+                shown_as=output,
+                seed=request.seed,
+                kernels=kind,
+                require_kernels=require_kernels,
+                tuning=tuning,
+                facts={
+                    "planning": planned.to_json(),
+                    "refit": refit.facts,
+                    "branches": planned.plan.branches,
+                },
+                repair=None if distil is None else planning.distillation(distil),
+                finish=planning.verify,
+            )
+        # From here on, whatever fails, the artifact is there.
+        write_reports(output, report)
+        facts = {**report.facts, "probes": planning.probe(output)}
+        report = replace(report, facts=facts, peak_rss_bytes=peak_rss_bytes())
+        write_reports(output, report)
+        if work is None:
+            shutil.rmtree(place, ignore_errors=True)
     return report
 
 
@@ -324,7 +331,7 @@ class _Planning:
 
         score = self._scorer.score(run)
         if self._metric is not None:
-            score = _with_custom(score, self._metric, whole)
+            score = replace(score, custom=metric_value(self._metric, whole))
         score = self._recall.judge(score, whole)
         misses = self._budget.misses(score)
         if misses:
@@ -474,7 +481,9 @@ class _Planning:
     def _judge(self, choice: Choice) -> Score:
         """Run one plan on the held-out inputs, or remember its run."""
         # The budget decides when a run is stopped.
-        name = f"runs/{self._key_of_run(choice, budget=self._request.budget)}.json"
+        budget = self._request.budget
+        key = self._key_of_run(choice, budget=budget, metric=metric_code(budget))
+        name = f"runs/{key}.json"
         known = self._work.load(name)
         if known is not None:
             return Score.from_json(known)
@@ -487,7 +496,7 @@ class _Planning:
         else:
             score = self._scorer.exact()
         if self._metric is not None:
-            score = _with_custom(score, self._metric, self._engine_runner(plan))
+            score = replace(score, custom=metric_value(self._metric, self._engine_runner(plan)))
         if choice:
             score = self._recall.judge(score, self._engine_runner(plan))
         else:
@@ -570,7 +579,15 @@ class _Planning:
             )
 
     def _custom_base(self) -> float | None:
-        return self._judge({}).custom if self._metric is not None else None
+        if self._metric is None:
+            return None
+        base = self._judge({}).custom
+        if base is None or not np.isfinite(base):
+            raise UsageError(
+                f"The metric is {base} for the exact model, so no plan can be judged by it; it "
+                "must be a finite number."
+            )
+        return base
 
     def _teach(self) -> None:
         """The exact outputs, once, and only if a plan must be run."""
@@ -585,10 +602,3 @@ class _Planning:
 
 def _as_number(finish: Finish, number: int, _: int, outputs: Mapping[str, NDArray[Any]]) -> None:
     finish(number, outputs)
-
-
-def _with_custom(score: Score, metric: Metric, run: Runner) -> Score:
-    value = metric(run)
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise UsageError(f"The metric must return a number, got {type(value).__name__}.")
-    return replace(score, custom=float(value))

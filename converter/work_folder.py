@@ -7,11 +7,14 @@ may be used again for anything.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,12 +25,18 @@ from subquad.converter.atomic import output_errors
 from subquad.converter.code_hash import code_hash
 from subquad.runtime.errors import OutputError, UsageError
 from subquad.runtime.jsonable import json_ready
+from subquad.runtime.npz import read_npz
 
 _MARK = "subquad-work.json"
+
+logger = logging.getLogger(__name__)
 
 
 class WorkFolder:
     """A folder of results, JSON or arrays, each written at once or not at all.
+
+    A result that cannot be read (a power cut, a full disk) counts as one that is not there, which a
+    warning says.
 
     Raises:
         UsageError: the folder exists and holds something else.
@@ -50,14 +59,36 @@ class WorkFolder:
                     )
                 self.save(_MARK, {"made_by": "subquad"})
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other runs out of the folder: the first to end would take it away from the others.
+
+        Raises:
+            UsageError: another run is in it.
+        """
+        with (self.path / _MARK).open("rb") as mark:
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(
+                    f"Work folder {self.path} is in use by another run. Wait until that ends, or "
+                    "name another folder with --work."
+                ) from error
+            yield
+
     def load(self, name: str) -> dict[str, Any] | None:
         """A result; ``None`` if it is not there."""
         try:
-            content = (self.path / name).read_text("utf-8")
+            result = json.loads((self.path / name).read_text("utf-8"))
         except FileNotFoundError:
             return None
-        result: dict[str, Any] = json.loads(content)
-        return result
+        # Undecodable text and malformed JSON are both ``ValueError``.
+        except ValueError as error:
+            return self._damaged(name, error)
+        return result if isinstance(result, dict) else self._damaged(name, "no object")
+
+    def _damaged(self, name: str, why: object) -> None:
+        logger.warning("%s is damaged and is computed again: %s", self.path / name, why)
 
     def save(self, name: str, value: Mapping[str, Any]) -> None:
         text = json.dumps(value, indent=1, sort_keys=True)
@@ -67,8 +98,11 @@ class WorkFolder:
         """What ``save_arrays`` wrote; ``None`` if it is not there."""
         if not (self.path / name).is_file():
             return None
-        with np.load(self.path / name, allow_pickle=False) as arrays:
-            return {key: arrays[key] for key in arrays.files}
+        try:
+            return read_npz(self.path / name)
+        except UsageError as error:
+            self._damaged(name, error)
+            return None
 
     def save_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._write(name, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
@@ -85,6 +119,19 @@ class WorkFolder:
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)
                 raise
+
+
+def require_apart(work: Path, output: Path) -> None:
+    """Refuse a work folder that publishing the artifact would replace.
+
+    Raises:
+        UsageError: ``work`` is ``output`` or lies in it.
+    """
+    if work.resolve().is_relative_to(output.resolve()):
+        raise UsageError(
+            f"Work folder {work} is in the output {output}, which the artifact takes the place of. "
+            "Name a folder beside it."
+        )
 
 
 def key_of(facts: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ class Budget:
         """Read ``name=value`` pairs, comma-separated or repeated; none -> ``None``.
 
         Raises:
-            UsageError: unknown metric, or no number.
+            UsageError: unknown metric, one given twice, no number, or a share above 1.
         """
         limits: dict[str, float] = {}
         for pair in ",".join(texts).split(","):
@@ -49,6 +49,8 @@ class Budget:
             if name not in METRICS:
                 known = ", ".join(METRICS)
                 raise UsageError(f"Unknown budget {pair.strip()!r}; use name=value of {known}.")
+            if name in limits:
+                raise UsageError(f"Budget {name} is given twice; give one limit on it.")
             limits[name] = _number(name, value)
         return Budget(limits) if limits else None
 
@@ -86,4 +88,7 @@ def _number(name: str, text: str) -> float:
         raise UsageError(f"Budget {name}={text}: not a number.") from error
     if not math.isfinite(value) or value < 0:
         raise UsageError(f"Budget {name}={text}: must be 0 or more.")
-    return value / 100 if percent else value
+    value = value / 100 if percent else value
+    if name in AT_LEAST and value > 1:
+        raise UsageError(f"Budget {name}={text}: must be a share of at most 1. Write 95% or 0.95.")
+    return value

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import exact_folder
-from subquad.converter.budget_texts import parse_budget
+from subquad.converter.budget_texts import metric_code, parse_budget
 from subquad.converter.pipeline import convert
 from subquad.converter.plan_request import PlanRequest
 from subquad.converter.planning import convert_with_budget, plan_source
@@ -296,6 +296,36 @@ def test_a_user_s_metric(source: Path, work: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return float('nan')", "The metric is nan for the exact model"),
+        ("return 'good'", "must return a number, got str"),
+        ("return {}['score']", r"The metric failed: KeyError: 'score' \(.*mine.py, line 2\)"),
+        ("return run({})", "The model takes"),
+        ("return score", "The metric failed: NameError"),
+    ],
+)
+def test_a_metric_that_gives_no_score(
+    source: Path, work: Path, tmp_path: Path, body: str, reason: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def metric(run):\n    {body}\n")
+    request = PlanRequest(budget=(f"metric={tmp_path}/mine.py:metric,drop=1",), **SIZES)
+    with pytest.raises(UsageError, match=reason):
+        plan_source(source, request, work=work)
+
+
+def test_an_edited_metric_is_asked_again(tmp_path: Path) -> None:
+    budget = (f"kl=1,metric={tmp_path}/mine.py:metric,drop=1",)
+    (tmp_path / "mine.py").write_text("def metric(run):\n    return 1\n")
+    before = metric_code(budget)
+    assert before is not None and metric_code(budget) == before
+    (tmp_path / "mine.py").write_text("def metric(run):\n    return 2\n")
+    assert metric_code(budget) != before
+    assert metric_code(("kl=1",)) is None
+    assert metric_code(("metric=json:dumps,drop=1",)) is not None
+
+
+@pytest.mark.parametrize(
     ("texts", "reason"),
     [
         ((), "needs a budget"),
@@ -306,6 +336,12 @@ def test_a_user_s_metric(source: Path, work: Path) -> None:
         (("metric=math:floor,drop=-1",), "0 or more"),
         (("metric=math:pi,drop=1",), "cannot be called"),
         (("metric=no_such:thing,drop=1",), "cannot import"),
+        (("metric=math:floor,drop=1", "metric=math:ceil"), "metric is given twice"),
+        (("kl=1", "drop=1,drop=2"), "drop is given twice"),
+        (("ppl=1%", "ppl=50%"), "ppl is given twice"),
+        (("recall=150%",), "share of at most 1"),
+        (("top1=99",), "share of at most 1"),
+        (("ppl=nan",), "0 or more"),
     ],
 )
 def test_bad_budgets(texts: tuple[str, ...], reason: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from subquad.converter import work_folder
 from subquad.converter.code_hash import ROOT, code_hash, hash_code
-from subquad.converter.work_folder import key_of
+from subquad.converter.work_folder import WorkFolder, key_of, require_apart
+from subquad.runtime.errors import UsageError
 
 
 def package(root: Path) -> Path:
@@ -49,3 +52,36 @@ def test_keys_depend_on_facts_and_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert key_of({**facts}) == key != key_of({**facts, "data": "y"})
     monkeypatch.setattr(work_folder, "code_hash", lambda: "other")
     assert key_of(facts) != key
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    first, second = WorkFolder(tmp_path / "work"), WorkFolder(tmp_path / "work")
+    with first.alone(), pytest.raises(UsageError, match="in use by another run"):
+        with second.alone():
+            pass
+    with second.alone():
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]"])
+def test_a_damaged_result_is_computed_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    work = WorkFolder(tmp_path / "work")
+    work.save("runs/a.json", {"x": 1})
+    work.save_arrays("b.npz", {"x": np.ones(100)})
+    assert work.load("runs/a.json") == {"x": 1}
+    (work.path / "runs/a.json").write_bytes(content)
+    (work.path / "b.npz").write_bytes(content or (work.path / "b.npz").read_bytes()[:300])
+    with caplog.at_level(logging.WARNING):
+        assert work.load("runs/a.json") is None
+        assert work.load_arrays("b.npz") is None
+    assert caplog.text.count("is damaged and is computed again") == 2
+
+
+def test_a_work_folder_must_outlive_the_old_artifact(tmp_path: Path) -> None:
+    require_apart(tmp_path / "out.work", tmp_path / "out")
+    require_apart(tmp_path, tmp_path / "out")
+    for inside in ("out", "out/work", "other/../out/work"):
+        with pytest.raises(UsageError, match="is in the output"):
+            require_apart(tmp_path / inside, tmp_path / "out")
