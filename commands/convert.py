@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from subquad.commands.frame import is_artifact, load_pipeline, print_json, progress_shown
 from subquad.commands.options import (
@@ -31,7 +33,7 @@ from subquad.commands.tables import (
     print_source,
     size_text,
 )
-from subquad.runtime.errors import ReplacementError, UsageError
+from subquad.runtime.errors import OutputError, ReplacementError, UsageError
 
 
 @click.command(
@@ -268,6 +270,7 @@ def convert(
             "--cache: drop --data, or give --no-refit."
         )
     trains = calibrate or distil is not None or refits
+    _refuse_unused(bool(budget), trains, with_plan=plan is not None)
     if targets and (budget or trains):
         raise UsageError(
             "--target goes neither with --budget nor with --distil or --calibrate: make a plan "
@@ -367,6 +370,13 @@ def convert(
     report = converted.to_json()
     if budget and report["planning"]["synthetic"]:
         click.secho(f"warning: {report['planning']['data']}", fg="yellow", err=True)
+    elif trains and not data:
+        click.secho(
+            "warning: without --data, what is fitted is fitted to made-up inputs, which are not "
+            "like real ones",
+            fg="yellow",
+            err=True,
+        )
     if as_json:
         print_json(report)
         return
@@ -447,8 +457,8 @@ def plan(
     """Choose a method for every attention of SOURCE within a budget, without converting."""
     import tempfile
 
-    if output is not None and not output.parent.is_dir():
-        raise UsageError(f"Cannot write {output}: {output.parent} is no directory.")
+    if output is not None:
+        _check_writable(output)  # now, not after hours
     request = _plan_request(
         budget=budget,
         minimize=minimize,
@@ -484,6 +494,34 @@ def plan(
     print_plan(console, report.to_json())
     if output is not None:
         console.print(f"wrote {output}; next: subquad convert {source} OUT --plan {output}")
+
+
+_OF_A_PLAN = ("minimize", "batch", "methods")
+_OF_DATA = ("data", "lengths", "calibration_tokens", "heldout_tokens", "work")
+
+
+def _refuse_unused(plans: bool, trains: bool, *, with_plan: bool) -> None:
+    """Flags that would be ignored: an attention that was not fitted must not look as if it was."""
+    ctx = click.get_current_context()
+    # With --no-refit a plan may come with the flags that it was made with.
+    of_data = () if trains or with_plan else _OF_DATA
+    unused = () if plans else (*_OF_A_PLAN, *of_data)
+    for name in unused:
+        if ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT):
+            needed = "--budget" if name in _OF_A_PLAN else "--budget, --calibrate or --distil"
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no effect without {needed}: give one of them, or "
+                f"drop it."
+            )
+
+
+def _check_writable(output: Path) -> None:
+    if not output.parent.is_dir():
+        raise UsageError(f"Cannot write {output}: {output.parent} is no directory.")
+    if output.exists() and not output.is_file():
+        raise UsageError(f"Cannot write {output}: it is no regular file. Name a new file.")
+    if not os.access(output.resolve().parent, os.W_OK):
+        raise OutputError(f"Cannot write {output}: {output.parent} is not writable.")
 
 
 def _distilling() -> Any:

@@ -455,9 +455,10 @@ def _refuse_declined(plan: Sequence[Assignment]) -> None:
     declined = [a.declined for a in plan if a.declined is not None]
     if declined:
         raise ReplacementError(
-            f"the forced method was declined at {len(declined)} of {len(plan)} sites; "
+            f"the method asked for was declined at {len(declined)} of {len(plan)} sites; "
             f"{declined[0].where}: {declined[0].reason}. "
-            "Select other sites with --sites, or pass --allow-declined to keep those exact."
+            "Select other sites (--force METHOD@SITES, or in the plan), or pass --allow-declined "
+            "to keep those exact."
         )
 
 

@@ -68,6 +68,8 @@ class DistilSettings:
             name, _, value = pair.partition("=")
             if name not in kinds:
                 raise UsageError(f"distillation has no setting {name!r}; it has {', '.join(kinds)}")
+            if name in values:
+                raise UsageError(f"distillation: {name} is given twice")
             try:
                 values[name] = kinds[name](value)
             except ValueError as error:
