@@ -80,14 +80,17 @@ class WorkFolder:
         """A result; ``None`` if it is not there."""
         try:
             result = json.loads((self.path / name).read_text("utf-8"))
+            if isinstance(result, dict):
+                return result
+            self._tell_damaged(name, "no object")
         except FileNotFoundError:
-            return None
+            pass
         # Undecodable text and malformed JSON are both ``ValueError``.
         except ValueError as error:
-            return self._damaged(name, error)
-        return result if isinstance(result, dict) else self._damaged(name, "no object")
+            self._tell_damaged(name, error)
+        return None
 
-    def _damaged(self, name: str, why: object) -> None:
+    def _tell_damaged(self, name: str, why: object) -> None:
         logger.warning("%s is damaged and is computed again: %s", self.path / name, why)
 
     def save(self, name: str, value: Mapping[str, Any]) -> None:
@@ -101,7 +104,7 @@ class WorkFolder:
         try:
             return read_npz(self.path / name)
         except UsageError as error:
-            self._damaged(name, error)
+            self._tell_damaged(name, error)
             return None
 
     def save_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
