@@ -76,8 +76,7 @@ def write_texts(folder: Path) -> tuple[Path, dict[str, Path]]:
 
 def subquad(*arguments: str | Path) -> dict[str, Any]:
     """Run the command line with ``--json``; exit 4 of ``validate`` still has its result."""
-    program = "from subquad.cli import main; main()"
-    command = [sys.executable, "-c", program, *map(str, arguments), "--json"]
+    command = [sys.executable, "-m", "subquad", *map(str, arguments), "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, 4) or not done.stdout:
         raise SystemExit(f"subquad {arguments[0]} failed with exit {done.returncode}")

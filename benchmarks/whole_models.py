@@ -137,7 +137,7 @@ def artifact(model: Model, method: str, *, kernels: bool) -> Path:
     target: Path = third_party.cache_dir() / "benchmarks" / name
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", "from subquad.cli import main; main()", "convert"]
+        command = [sys.executable, "-m", "subquad", "convert"]
         command += [str(model.source()), str(target), "--force", method]
         command += ["--kernels", "cpu" if kernels else "none"]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -92,7 +92,11 @@ def test_every_package_folder_has_an_init() -> None:
 def test_no_stray_module_in_the_root() -> None:
     # Each *.py in the root becomes a module of the package.
     at_root = {path.name for path in tracked_files() if len(path.parts) == 1}
-    assert {name for name in at_root if name.endswith(".py")} == {"__init__.py", "cli.py"}
+    assert {name for name in at_root if name.endswith(".py")} == {
+        "__init__.py",
+        "__main__.py",
+        "cli.py",
+    }
 
 
 def test_wheel_holds_the_whole_package_and_nothing_else(

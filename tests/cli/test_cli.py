@@ -22,7 +22,7 @@ from tiny_artifact import Tiny, feeds, save_npz
 
 Run = Callable[..., Result]
 
-COMMAND = [sys.executable, "-c", "from subquad.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "subquad"]
 QUICK = ("--lengths", "9", "--threads", "1")
 
 
@@ -185,7 +185,7 @@ def test_tables_show_reasons_verbatim(run: Run, pipeline: FakePipeline) -> None:
 
 
 def test_the_missing_extra_is_named() -> None:
-    code = "import sys; sys.modules['onnx_ir'] = None\n" + COMMAND[-1]
+    code = "import sys; sys.modules['onnx_ir'] = None\nfrom subquad.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "inspect", "m.onnx"], capture_output=True, text=True
     )

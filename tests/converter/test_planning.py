@@ -255,7 +255,7 @@ def test_an_artifact_that_misses_the_budget_is_not_written(
 
 @pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same_artifact(source: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from subquad.cli import main; main()", "convert"]
+    command = [sys.executable, "-m", "subquad", "convert"]
     command += [str(source), "OUT", "--budget", "kl=1.5", "--lengths", "96", "--threads", "1"]
 
     def start(name: str) -> subprocess.Popen[bytes]:
