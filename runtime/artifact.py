@@ -332,17 +332,37 @@ def _check_external_data(folder: Path, name: str, manifest: Manifest) -> None:
             )
 
 
+_DTYPES = {"tensor(float)": "float32", "tensor(double)": "float64"}
+"""Those that ONNX calls otherwise than NumPy."""
+
+
 def _check_signature(manifest: Manifest, session: Any) -> None:
     for kind, specs, values in (
         ("inputs", manifest.inputs, session.get_inputs()),
         ("outputs", manifest.outputs, session.get_outputs()),
     ):
         listed, real = {spec.name for spec in specs}, {value.name for value in values}
-        if listed != real:
+        if listed != real or len(specs) != len(values):
             raise IntegrityError(
                 f"{MODEL_NAME} has the {kind} {', '.join(sorted(real))}, but the manifest lists "
                 f"{', '.join(sorted(listed))}. Convert again."
             )
+        of_name = {value.name: value for value in values}
+        for spec in specs:
+            value = of_name[spec.name]
+            fits = spec.dtype == _DTYPES.get(value.type, value.type[len("tensor(") : -1])
+            # ONNX Runtime does not know the shape of every output.
+            if not fits or (kind == "inputs" and not _same_shape(spec.shape, value.shape)):
+                raise IntegrityError(
+                    f"{MODEL_NAME} has {spec.name!r} as {value.type} of shape {value.shape}, but "
+                    f"the manifest lists {spec.dtype} of shape {list(spec.shape)}. Convert again."
+                )
+
+
+def _same_shape(listed: Sequence[int | str], real: Sequence[int | str | None]) -> bool:
+    """Whether the fixed dimensions are the same; names are ours."""
+    fixed = [[dim if isinstance(dim, int) else None for dim in shape] for shape in (listed, real)]
+    return fixed[0] == fixed[1]
 
 
 def _execution(

@@ -185,7 +185,8 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     """Build the manifest; ``KeyError``, ``TypeError`` or ``ValueError`` name the bad field."""
     max_length = raw.get("max_length")
     if max_length is not None:
-        _expect(max_length, int, "max_length")
+        if _expect(max_length, int, "max_length") < 1:
+            raise ValueError(f"max_length is {max_length}")
     files = _expect(raw["files"], dict, "files")
     for name, entry in files.items():
         _expect(entry, dict, f"files[{name!r}]")
@@ -201,8 +202,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         outputs=tuple(_parse_output(item) for item in _expect(raw["outputs"], list, "outputs")),
         sites=tuple(_parse_site(item) for item in _expect(raw["sites"], list, "sites")),
         rejections=tuple(
-            _expect(item, dict, "rejections[]")
-            for item in _expect(raw["rejections"], list, "rejections")
+            _parse_rejection(item) for item in _expect(raw["rejections"], list, "rejections")
         ),
         files=files,
         schema_version=raw["schema_version"],
@@ -217,13 +217,22 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     )
 
 
+def _parse_rejection(item: object) -> dict[str, str]:
+    fields: dict[str, str] = _expect(item, dict, "rejections[]")
+    for key in ("reason", "where"):
+        _expect(fields[key], str, f"rejections[].{key}")
+    return fields
+
+
 def _parse_input(item: object) -> InputSpec:
     fields = _signature_fields(item, "inputs")
     role = fields["role"]
     if role not in get_args(InputRole):
         raise ValueError(f"inputs[{fields['name']!r}].role is {role!r}")
     if fields.get("high") is not None:
-        _expect(fields["high"], int, f"inputs[{fields['name']!r}].high")
+        high = _expect(fields["high"], int, f"inputs[{fields['name']!r}].high")
+        if not 1 <= high < 2**63:
+            raise ValueError(f"inputs[{fields['name']!r}].high is {high}")
     return InputSpec(**fields)
 
 
@@ -293,6 +302,8 @@ _SITE_FIELDS: Mapping[str, type] = {
     "mask": dict,
     "output": str,
     "source_output": str,
+    "num_heads": int,
+    "value_dim": int,
 }
 _MASK_FIELDS: Mapping[str, type] = {"window_left": int, "window_right": int}
 

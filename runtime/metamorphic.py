@@ -202,7 +202,8 @@ def select(values: NDArray[Any], axis: int, mask: NDArray[np.bool_]) -> NDArray[
     if len(chosen) and chosen[-1] - chosen[0] + 1 == len(chosen):
         return moved[0, chosen[0] : chosen[-1] + 1].reshape(len(chosen), -1)
     picked = moved[mask]
-    return picked.reshape(len(picked), -1)
+    # Not -1: it cannot be told where no token is selected.
+    return picked.reshape(len(picked), math.prod(picked.shape[1:]))
 
 
 def causal_granularity(manifest: Manifest) -> int:

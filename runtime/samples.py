@@ -291,6 +291,9 @@ class ArraySamples:
         self._layout = Layout.of(manifest)
         self._manifest = manifest
         self._name = path.name
+        masks = [self._arrays[name] for name in self._layout.masks.values()]
+        if any(not mask.any() for mask in masks):
+            raise UsageError(f"{path}: the padding masks are all 0, so nothing can be compared.")
 
     @property
     def description(self) -> str:

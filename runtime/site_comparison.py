@@ -143,7 +143,7 @@ class SiteComparison:
         group: list[SiteRecord] = []
         held = 0
         for record in records:
-            heads, size = record.site.get("num_heads", 1), record.site.get("value_dim", 1)
+            heads, size = record.site["num_heads"], record.site["value_dim"]
             # float32, in both models
             needed = 8 * rows * heads * size * max(1, case.length)
             if group and held + needed > _SITE_BYTES:

@@ -405,6 +405,13 @@ def _arrays(
         count = len(arrays[owner.name])
         if count < 2:
             raise UsageError(f"{file} holds one row; a split needs two or more.")
+        for name in layout.masks.values():
+            empty = np.flatnonzero(~arrays[name].any(axis=1))
+            if len(empty):
+                raise UsageError(
+                    f"{file}: row {empty[0]} of {name!r} is all 0: nothing can be measured on a "
+                    "row without a real token. Leave it out."
+                )
         total += count
         axis = next((a for a, dim in enumerate(owner.shape) if dim in layout.lengths), None)
         length = int(arrays[owner.name].shape[axis]) if axis is not None else 0

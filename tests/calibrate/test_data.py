@@ -150,6 +150,11 @@ def test_missing_data(decoder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="holds no files"):
         opened(decoder, tmp_path / "empty")
+    arrays = tiny_artifact.feeds(rows=3)
+    arrays["attention_mask"][1] = 0
+    tiny_artifact.save_npz(tmp_path / "hidden.npz", arrays)
+    with pytest.raises(UsageError, match="row 1 of 'attention_mask' is all 0"):
+        opened(decoder, tmp_path / "hidden.npz")
     tiny_artifact.save_npz(tmp_path / "one.npz", tiny_artifact.feeds(rows=1))
     with pytest.raises(UsageError, match="one row"):
         opened(decoder, tmp_path / "one.npz")

@@ -166,6 +166,27 @@ def test_a_signature_that_differs_from_the_model_is_refused(copied: Path) -> Non
         subquad.load(copied)
 
 
+@pytest.mark.parametrize(
+    ("put", "field", "value"),
+    [
+        ("inputs", "dtype", "int32"),
+        ("inputs", "dtype", "junk"),
+        ("inputs", "shape", ("batch",)),
+        ("inputs", "shape", (-1, "length")),
+        ("outputs", "dtype", "float64"),
+    ],
+)
+def test_types_and_sizes_that_differ_from_the_model_are_refused(
+    copied: Path, put: str, field: str, value: Any
+) -> None:
+    manifest = Manifest.read(copied)
+    first, *others = getattr(manifest, put)
+    changed = dataclasses.replace(first, **{field: value})
+    dataclasses.replace(manifest, **{put: (changed, *others)}).dump(copied / "manifest.json")
+    with pytest.raises(IntegrityError, match=f"{first.name}.*but the manifest lists"):
+        subquad.load(copied)
+
+
 def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such artifact"):
         subquad.load(tmp_path / "nothing")

@@ -42,8 +42,8 @@ def test_file_record_is_size_and_sha256(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"{} {}"],
-    ids=["empty", "cut", "not utf-8", "deep", "two"],
+    [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"{} {}", b"9" * 5000],
+    ids=["empty", "cut", "not utf-8", "deep", "two", "long number"],
 )
 def test_not_json(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
@@ -88,6 +88,11 @@ def test_a_directory_in_its_place(tmp_path: Path) -> None:
         ("inputs/0/shape", [1.5], "shape holds 1.5"),
         ("inputs/0/role", "tokens", "role is 'tokens'"),
         ("inputs/0/high", "32", "high must be int"),
+        ("inputs/0/high", -3, "high is -3"),
+        ("inputs/0/high", 2**64, "high is 18446744073709551616"),
+        ("max_length", 0, "max_length is 0"),
+        ("rejections", [{"where": "a"}], "'reason' is missing"),
+        ("sites/0/site/num_heads", "4", "num_heads must be int"),
         ("inputs/0/extra", 1, "unexpected keyword"),
         ("outputs/0/is_logits", 1, "is_logits must be bool"),
         ("outputs/0/name", ..., "'name' is missing"),

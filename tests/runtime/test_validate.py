@@ -67,6 +67,21 @@ def test_tokens_are_selected_without_a_copy() -> None:
     )
 
 
+@pytest.mark.parametrize("hidden", [0, 1, 2])
+def test_a_row_without_tokens_is_not_compared(
+    decoder: Path, encoder: Path, tmp_path: Path, hidden: int
+) -> None:
+    arrays = feeds(rows=3, length=6)
+    arrays["attention_mask"][hidden] = 0
+    save_npz(tmp_path / "rows.npz", arrays)
+    for folder in (decoder, encoder):
+        assert validate(folder, data=tmp_path / "rows.npz", threads=1).verdict == "pass"
+    arrays["attention_mask"][:] = 0
+    save_npz(tmp_path / "rows.npz", arrays)
+    with pytest.raises(UsageError, match="padding masks are all 0"):
+        validate(decoder, data=tmp_path / "rows.npz", threads=1)
+
+
 def test_no_session_keeps_the_memory_of_its_longest_run(
     decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
