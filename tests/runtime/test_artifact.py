@@ -181,8 +181,8 @@ def test_types_and_sizes_that_differ_from_the_model_are_refused(
 ) -> None:
     manifest = Manifest.read(copied)
     first, *others = getattr(manifest, put)
-    changed = dataclasses.replace(first, **{field: value})
-    dataclasses.replace(manifest, **{put: (changed, *others)}).dump(copied / "manifest.json")
+    changed: dict[str, Any] = {put: (dataclasses.replace(first, **{field: value}), *others)}
+    dataclasses.replace(manifest, **changed).dump(copied / "manifest.json")
     with pytest.raises(IntegrityError, match=f"{first.name}.*but the manifest lists"):
         subquad.load(copied)
 
