@@ -26,9 +26,16 @@ class IntList(_IntsType):
     ) -> tuple[int, ...]:
         parts = value.split(",") if isinstance(value, str) else value
         try:
-            return tuple(int(part) for part in parts)
+            # Not int() of numbers: it would make 512 of 512.7, and 1 of true.
+            return tuple(int(part) if isinstance(part, str) else _integer(part) for part in parts)
         except (TypeError, ValueError):
             self.fail(f"{value!r} is no comma-separated list of integers.", param, ctx)
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no integer")
+    return value
 
 
 class NameList(_NamesType):

@@ -98,6 +98,8 @@ def tune(
             raise UsageError("--merge tunes nothing: drop the artifact and --shapes.")
         count = tuning.merge_records(merge, path, best_only=best_only)
         click.echo(f"wrote {count} records to {path}", err=True)
+        if as_json:
+            print_json({"records": count, "path": path})
         return
     wanted = [tuning.parse_shape(text, tuning.OPERATORS) for text in shapes]
     if artifact is not None:

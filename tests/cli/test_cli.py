@@ -378,6 +378,8 @@ def test_config_lists_and_single_values(run: Run, decoder: Path, tmp_path: Path)
         ("[convert]\nseed = 'x'", "not a valid integer"),
         ("[convert]\nconfig = 'x'", "has no setting 'config'"),
         ("[validate]\nlengths = 3.5", "no comma-separated list"),
+        ("[validate]\nlengths = [512.7]", "no comma-separated list"),
+        ("[validate]\nlengths = [true]", "no comma-separated list"),
     ],
 )
 def test_bad_config(run: Run, tmp_path: Path, content: str, message: str) -> None:

@@ -54,6 +54,8 @@ def test_merge(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "wrote 2 records" in result.stderr
     assert len(read_records(both)) == 2
+    result = run("--merge", one, "--records", both, "--json")
+    assert json.loads(result.stdout) == {"path": str(both), "records": 1}
 
 
 @pytest.fixture
