@@ -78,7 +78,7 @@ def test_built_things_are_not_built_again(
     assert {path: path.stat().st_mtime_ns for path in (cache / "kernels").iterdir()} == before
 
 
-def test_what_matters_is_part_of_the_key(no_child: None) -> None:
+def test_what_matters_is_part_of_the_key(built: KernelBuild, no_child: None) -> None:
     def builds(**changed: Any) -> bool:
         arguments: dict[str, Any] = {"targets": [X86_64_V3], "templates": TEMPLATES}
         try:
