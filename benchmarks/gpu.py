@@ -41,9 +41,6 @@ TOLERANCE = 1e-6
 """Relative error in the 2-norm: float32 sums of some 1000 terms."""
 CHECK_LENGTHS = (1, 65, 1000)
 WARM_UP = 3
-REGISTERS, THREADS = 65536, 2048
-"""Of one multiprocessor of sm_80 and sm_90 (CUDA C++ Programming Guide, "Technical Specifications
-per Compute Capability")."""
 
 Call = Callable[[], Any]
 Feeds = Mapping[str, NDArray[Any]]
@@ -236,11 +233,9 @@ def usage_of(library: GpuLibrary, target: GpuTarget) -> Usage:
     threads = math.prod(int(value) for tag, value in tags if tag.startswith("threadIdx"))
     registers = int(kernel["registers"])
     blocks = min(
-        # Given out to warps by 256, that is, 8 for each thread.
-        REGISTERS // (threads * (-(-registers // 8) * 8)),
-        # 1 KiB of each block's is the system's.
-        (target.shared_memory + 1024) // (shared(kernel) + 1024),
-        THREADS // threads,
+        target.blocks_by_registers(threads, registers),
+        target.blocks_by_shared_memory(shared(kernel)),
+        target.blocks_by_threads(threads),
     )
     spilled = sum(k["spill_stores"] + k["spill_loads"] for k in kernels)
     return Usage(registers, spilled, shared(kernel), blocks)

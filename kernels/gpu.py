@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+# Of one multiprocessor of sm_80 and sm_90: CUDA C++ Programming Guide, "Technical Specifications
+# per Compute Capability".
+_REGISTERS, _THREADS = 65536, 2048
+_SYSTEM_SHARED_MEMORY = 1024
+"""Bytes of every block's, and not in the limit of one block."""
+
 
 @dataclass(frozen=True)
 class GpuTarget:
@@ -31,6 +37,20 @@ class GpuTarget:
         CUDA's static kind ends at 48 KiB; OpenCL has no dynamic one in TVM.
         """
         return "shared.dyn" if self.kind == "cuda" else "shared"
+
+    def blocks_by_registers(self, threads: int, registers: int) -> int:
+        """How many blocks of ``threads`` a multiprocessor holds at a time, by registers."""
+        # Given out to warps by 256, that is, 8 for each thread.
+        return _REGISTERS // (threads * (-(-registers // 8) * 8))
+
+    def blocks_by_shared_memory(self, shared_memory: int) -> int:
+        """The same, by the bytes of shared memory of a block."""
+        whole = self.shared_memory + _SYSTEM_SHARED_MEMORY
+        return whole // (shared_memory + _SYSTEM_SHARED_MEMORY)
+
+    def blocks_by_threads(self, threads: int) -> int:
+        """The same, by the threads of a block."""
+        return _THREADS // threads
 
     def tvm_target(self) -> Any:
         """The ``tvm.target.Target``, with a host that any x86-64 processor runs."""

@@ -4,6 +4,9 @@ TVM writes CUDA source and host code. ``nvcc`` makes a cubin of the source, with
 what each kernel uses; the host code, which checks arguments, sizes grids and takes workspace, is
 linked with the cubin into a library for ``tvm_ffi.load_module``.
 
+ptxas does not know of dynamic shared memory and saves registers for blocks of threads that have no
+room in it. A kernel that spills for that is compiled again, with the number of blocks that have.
+
 TVM packs a cubin only where its CUDA runtime is loaded, which needs the driver's library. Where
 there is none, a stub stands in that knows the nine functions by name and fails all of them.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -61,6 +65,12 @@ class Launch:
     parameters: tuple[str, ...]
     values: tuple[str, ...]
     dynamic_shared_memory: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        pairs = zip(self.parameters, self.values, strict=True)
+        return math.prod(int(value) for tag, value in pairs if tag.startswith("threadIdx"))
 
 
 @dataclass(frozen=True)
@@ -175,9 +185,10 @@ def compile_library(function: Any, target: GpuTarget, library: Path, compiler: s
     import tvm_ffi
 
     reports: list[str] = []
+    blocks: dict[str, int] = {}
 
     def compile_cuda(source: Any) -> bytes:
-        binary, report = _nvcc(str(source), target)
+        binary, report = _nvcc(bound_launches(str(source), blocks), target)
         reports.append(report)
         return binary
 
@@ -188,8 +199,12 @@ def compile_library(function: Any, target: GpuTarget, library: Path, compiler: s
             "it is linked with), so no cubin can be packed"
         )
     lowered = lower(function, target)
+    usage = parse_usage(reports[-1])
+    blocks = blocks_in_vain(lowered.launches, usage, target)
+    if blocks:
+        lowered = lower(function, target)
+        usage = parse_usage(reports[-1])
     kernels = {}
-    usage = parse_usage(reports[0])
     for name, launch in lowered.launches.items():
         kernel = asdict(launch) | usage[name]
         shared = kernel["static_shared_memory"] + kernel["dynamic_shared_memory"]
@@ -218,6 +233,39 @@ def compile_library(function: Any, target: GpuTarget, library: Path, compiler: s
     part = final.with_name(f"{final.stem}.{os.getpid()}.part.json")
     part.write_text(json.dumps({"kernels": kernels}, indent=1, sort_keys=True) + "\n", "utf-8")
     os.replace(part, final)
+
+
+def blocks_in_vain(
+    launches: Mapping[str, Launch], usage: Mapping[str, Mapping[str, int]], target: GpuTarget
+) -> dict[str, int]:
+    """Kernels that spill although their registers let more blocks onto a multiprocessor than shared
+    memory does -> the number that shared memory does."""
+    found = {}
+    for name, launch in launches.items():
+        used = usage[name]
+        shared = launch.dynamic_shared_memory + used["static_shared_memory"]
+        blocks = target.blocks_by_shared_memory(shared)
+        spilled = used["spill_stores"] + used["spill_loads"] > 0
+        # None at all: refused later.
+        if spilled and 0 < blocks < target.blocks_by_registers(launch.threads, used["registers"]):
+            found[name] = blocks
+    return found
+
+
+def bound_launches(source: str, blocks: Mapping[str, int]) -> str:
+    """CUDA source that asks for so many blocks at a time, of these kernels.
+
+    CUDA C++ Programming Guide, "Launch Bounds": registers may then be as many as let them fit.
+
+    Raises:
+        RuntimeError: a kernel is not declared in the form that TVM writes.
+    """
+    for name, number in blocks.items():
+        declared = re.compile(rf"(__launch_bounds__\(\d+)(?=\) {re.escape(name)}\()")
+        source, count = declared.subn(rf"\g<1>, {number}", source)
+        if not count:
+            raise RuntimeError(f"TVM declared {name} in a form that is not known")
+    return source
 
 
 def _nvcc(source: str, target: GpuTarget) -> tuple[bytes, str]:
