@@ -36,12 +36,15 @@ from subquad.kernels.kernel import (
 from subquad.kernels.operator import OperatorVariant
 from subquad.runtime.errors import Rejection
 from subquad.runtime.kernel_tools import TVM_SERIES, compiler, missing_kernel_tools
+from subquad.runtime.machine import available_bytes, usable_cores
 
 logger = logging.getLogger(__name__)
 
 LIBRARY_NAME = "libsubquad_kernels.so"
 KERNEL_SECONDS = 300.0
 """A kernel that takes longer to compile is given up."""
+COMPILER_BYTES = 640 * 2**20
+"""Memory of one compiler process: 510 MiB were seen, LLVM's libraries counted in each."""
 
 _HERE = Path(__file__).parent
 _CFLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti")
@@ -158,6 +161,7 @@ def build_kernels(
     templates: Mapping[str, str] = CPU_TEMPLATES,
     params: ParamsOf = default_params,
     kernel_seconds: float = KERNEL_SECONDS,
+    workers: int | None = None,
 ) -> KernelBuild:
     """Compile what can be compiled; never raises for what cannot.
 
@@ -167,6 +171,8 @@ def build_kernels(
         templates: operator -> ``module:attribute``.
         params: tuning parameters of each variant on each target.
         kernel_seconds: time limit of one compilation.
+        workers: compilers that run at once; default: ``compilers_at_once``. What is built does not
+            depend on it.
     """
     unique = {variant_key(variant): variant for variant in variants}
     missing = missing_tools()
@@ -184,7 +190,9 @@ def build_kernels(
             continue
         place = templates[variant.op_type]
         jobs += [_job(variant, place, t, params(variant, t), cache) for t in targets]
-    failed = compile_jobs([job for job in jobs if not job.object.exists()], kernel_seconds)
+    workers = compilers_at_once() if workers is None else workers
+    wanted = [job for job in jobs if not job.object.exists()]
+    failed = compile_jobs(wanted, kernel_seconds, workers=workers)
     declined |= {job.key: failed[job.object] for job in jobs if job.object in failed}
     good = [job for job in jobs if job.key not in declined]
     if not good:
@@ -245,6 +253,13 @@ def build_candidates(
         except _LinkError as error:
             found.append(Rejection(f"the kernel library could not be linked: {error}"))
     return found
+
+
+def compilers_at_once() -> int:
+    """One per usable core, but no more than there is free memory for."""
+    memory = available_bytes()
+    room = usable_cores() if memory is None else memory // COMPILER_BYTES
+    return max(1, min(usable_cores(), room))
 
 
 def missing_tools() -> Rejection | None:

@@ -11,6 +11,7 @@ from subquad.kernels.host.build import (
     Candidate,
     build_candidates,
     class_name,
+    compilers_at_once,
     fields_of,
 )
 from subquad.kernels.kernel import CpuTarget
@@ -19,7 +20,6 @@ from subquad.kernels.templates.space import Params
 from subquad.kernels.tuning.search import GIVE_UP, Values, values_of
 from subquad.kernels.tuning.workload import Workload
 from subquad.runtime.errors import Rejection
-from subquad.runtime.machine import usable_cores
 
 MEASURE_SECONDS = 120.0
 """A measurement that takes longer has hung, or tells nothing for its price."""
@@ -47,7 +47,7 @@ class CandidateBench:
     threads: int = 1
     seed: int = 0
     hosted: bool = True
-    compilers: int = field(default_factory=usable_cores)
+    compilers: int = field(default_factory=compilers_at_once)
     _built: dict[Values, Candidate] = field(default_factory=dict)
 
     def prepare(self, candidates: Sequence[Params], seconds: float) -> list[str]:

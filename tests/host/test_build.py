@@ -37,6 +37,7 @@ from subquad.kernels.host.targets import X86_64_V3, X86_64_V4, host_targets
 from subquad.kernels.hybrid.semantics import HybridVariant
 from subquad.kernels.kernel import CpuTarget
 from subquad.runtime import kernel_tools
+from subquad.runtime.errors import Rejection
 from subquad.runtime.machine import cpu_flags
 
 HYBRID = HybridVariant(2, 2, 4, 4, 0.5, allowed_right=0, feature_map="elu")
@@ -150,14 +151,66 @@ def test_compilers_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     }
 
 
-def test_broken_tvm_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_compilers_changes_nothing(
+    built: KernelBuild, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kernel is compiled after other ones than in ``built``; one compiler crashes."""
+    good = [PLAIN, BANDED, MASKED]
+    first = build_kernels(good, targets=[X86_64_V3], templates=TEMPLATES).libraries[0].path
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+    # One crashes at once and is followed by one for BANDED alone.
+    variants = [ABORTING, *good]
+    again = build_kernels(variants, targets=[X86_64_V3], templates=TEMPLATES, workers=2)
+    key = variant_key(ABORTING)
+    assert again.declined == {key: built.declined[key]}
+    objects = sorted((tmp_path / "kernels").glob("*.o"))
+    assert len(objects) == len(good)
+    for path in objects:
+        assert path.read_bytes() == (cache / "kernels" / path.name).read_bytes()
+    assert again.libraries[0].path.read_bytes() == first.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("memory", "compilers"),
+    [(None, 8), (64 * 2**30, 8), (2 * 2**30, 3), (2**20, 1)],
+)
+def test_compilers_are_as_many_as_fit_memory(
+    memory: int | None, compilers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "usable_cores", lambda: 8)
+    monkeypatch.setattr(build, "available_bytes", lambda: memory)
+    assert build.compilers_at_once() == compilers
+
+
+def test_a_build_uses_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+    seen = []
+
+    def compile_none(jobs: Sequence[Job], *limits: float, workers: int = 1) -> dict[Path, Any]:
+        seen.append(workers)
+        return {job.object: Rejection("not today") for job in jobs}
+
+    monkeypatch.setattr(build, "compile_jobs", compile_none)
+    monkeypatch.setattr(build, "compilers_at_once", lambda: 5)
+    build_kernels([PLAIN], targets=[X86_64_V3], templates=TEMPLATES)
+    build_kernels([PLAIN], targets=[X86_64_V3], templates=TEMPLATES, workers=3)
+    assert seen == [5, 3]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_broken_tvm_is_tried_once(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each compiler."""
     (tmp_path / "tvm.py").write_text("open('runs', 'a').write('x')\nraise ImportError('no llvm')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
-    result = build_kernels([PLAIN, MASKED], targets=[X86_64_V3], templates=TEMPLATES)
-    assert (tmp_path / "runs").read_text() == "x"
-    assert set(result.declined) == {variant_key(PLAIN), variant_key(MASKED)}
+    result = build_kernels(
+        [PLAIN, BANDED, MASKED], targets=[X86_64_V3], templates=TEMPLATES, workers=workers
+    )
+    assert (tmp_path / "runs").read_text() == "x" * workers
+    assert set(result.declined) == {variant_key(v) for v in (PLAIN, BANDED, MASKED)}
     assert all(
         r.reason.endswith("status 1: ImportError: no llvm") for r in result.declined.values()
     )
