@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.passes.calibrate.groups import DocumentGroup, document_groups
+from subquad.passes.calibrate.passages import Document, passages, read_texts
 from subquad.runtime.artifact import check_inputs
 from subquad.runtime.errors import UsageError
 from subquad.runtime.manifest import Manifest
@@ -175,18 +177,24 @@ def _sources(
 def _text_source(
     manifest: Manifest, tokenizer: Tokenizer, files: Sequence[Path], seed: int
 ) -> _Source:
-    causal = is_causal_model(manifest)
-    documents = [text for file in files for text in read_documents(file, split=not causal)]
-    encoded = [np.asarray(tokenizer.encode(text), np.int64) for text in documents]
-    encoded = [ids for ids in encoded if len(ids)]
+    if not is_causal_model(manifest):
+        padded = bool(Layout.of(manifest).masks)
+        documents = read_texts(files, tokenizer)
+        encoded = [document.ids for document in documents]
+        described = _size(files, encoded, "texts")
+        source = _passage_source(documents, tokenizer, padded, described, seed)
+    else:
+        texts = [text for file in files for text in read_documents(file, split=False)]
+        encoded = [np.asarray(tokenizer.encode(text), np.int64) for text in texts]
+        encoded = [ids for ids in encoded if len(ids)]
+        order = np.random.default_rng([seed, 1]).permutation(len(encoded))
+        source = _stream_source([encoded[i] for i in order], _size(files, encoded, "documents"))
     _check_vocabulary(manifest, encoded)
-    order = np.random.default_rng([seed, 1]).permutation(len(encoded))
-    shuffled = [encoded[i] for i in order]
-    total = sum(map(len, encoded))
-    described = f"{_names(files)}: {len(encoded)} documents, {total} tokens"
-    if causal:
-        return _stream_source(shuffled, described)
-    return _document_source(shuffled, bool(Layout.of(manifest).masks), described)
+    return source
+
+
+def _size(files: Sequence[Path], encoded: Sequence[NDArray[np.int64]], what: str) -> str:
+    return f"{_names(files)}: {len(encoded)} {what}, {sum(map(len, encoded))} tokens"
 
 
 def _names(files: Sequence[Path]) -> str:
@@ -234,26 +242,27 @@ def _balanced(documents: Sequence[NDArray[np.int64]]) -> list[int]:
     return sizes
 
 
-def _document_source(
-    documents: Sequence[NDArray[np.int64]], padded: bool, described: str
+def _passage_source(
+    documents: Sequence[Document], tokenizer: Tokenizer, padded: bool, described: str, seed: int
 ) -> _Source:
-    """Each document on its own; shorter ones are padded where the model has a padding mask."""
-    halves = {name: list(documents[index::2]) for index, name in enumerate(_HALVES)}
+    """Passages; those that are short are padded where the model has a padding mask."""
+    order = np.random.default_rng([seed, 1]).permutation(len(documents))
+    halves = {name: set(order[index::2].tolist()) for index, name in enumerate(_HALVES)}
 
+    @cache
     def usable(half: str, length: int) -> list[NDArray[np.int64]]:
-        long = [ids for ids in halves[half] if len(ids) >= length]
+        own = [document for i, document in enumerate(documents) if i in halves[half]]
+        rows = passages(own, length, tokenizer)
+        rows = [rows[i] for i in np.random.default_rng([seed, 3, length]).permutation(len(rows))]
+        long = [ids for ids in rows if len(ids) >= length]
         if not padded:
             return long
-        short = [ids for ids in halves[half] if len(ids) < length]
-        return long + sorted(short, key=len, reverse=True)
-
-    def tokens(half: str, length: int, count: int, row: int) -> NDArray[np.int64]:
-        return usable(half, length)[row][:length]
+        return long + sorted((ids for ids in rows if len(ids) < length), key=len, reverse=True)
 
     return _Source(
-        f"{described}; every other document held out",
+        f"{described}; every other one held out, neighbours of a file read as one",
         lambda half, length: len(usable(half, length)),
-        tokens,
+        lambda half, length, count, row: usable(half, length)[row],
     )
 
 

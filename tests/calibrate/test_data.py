@@ -99,13 +99,30 @@ def test_lengths_out_of_reach_are_said(decoder: Path, tmp_path: Path) -> None:
 
 
 def test_encoders_read_documents_one_by_one(encoder: Path, tmp_path: Path) -> None:
-    texts = [words(i, 10 + i) for i in range(12)]
-    (tmp_path / "texts.txt").write_text("\n\n".join(texts), "utf-8")
-    data = opened(encoder, tmp_path / "texts.txt", lengths=(16,))
+    lines = [json.dumps({"text": words(i, 10 + i)}) for i in range(12)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines), "utf-8")
+    data = opened(encoder, tmp_path / "texts.jsonl", lengths=(16,))
     (batch, *_) = data.calibration
     assert batch.padding == "right"
     mask, ids = batch.feeds["attention_mask"], batch.feeds["input_ids"]
     assert set(mask.sum(axis=1)) <= set(range(10, 17)) and not ids[mask == 0].any()
+
+
+def test_encoders_read_neighbouring_paragraphs_together(encoder: Path, tmp_path: Path) -> None:
+    for name, first in (("a", 1), ("b", 16)):
+        texts = [" ".join([f"w{number}"] * 5) for number in range(first, first + 15)]
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(texts), "utf-8")
+    data = opened(encoder, tmp_path / "a.txt", tmp_path / "b.txt", lengths=(12,))
+    sides = []
+    for half in rows(data):
+        found = [[token for token in row if token] for row in half]
+        # Every third paragraph of a row is cut.
+        assert sum(len(row) == 12 for row in found) >= 4
+        # Neighbours in the order of their file.
+        assert all(row == sorted(row) for row in found)
+        assert all((row[0] < 16) == (row[-1] < 16) for row in found)
+        sides.append({token for row in found for token in row})
+    assert not sides[0] & sides[1] and sides[0] | sides[1] == set(range(1, 31))
 
 
 def test_arrays_are_split_by_rows(decoder: Path, tmp_path: Path) -> None:
