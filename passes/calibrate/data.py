@@ -70,6 +70,17 @@ class CalibrationData:
         """Kinds of documents, in the order given; one without a name if the inputs are made up."""
         return tuple(dict.fromkeys(batch.group for batch in self.heldout))
 
+    def facts(self, notes: Sequence[str]) -> dict[str, Any]:
+        """What a plan says of them, with more notes."""
+        return {
+            "description": self.description,
+            "digest": self.digest,
+            "synthetic": self.synthetic,
+            "groups": list(self.groups) if self.groups != ("",) else [],
+            "notes": [*self.notes, *notes],
+            "measured_lengths": list(self.lengths),
+        }
+
 
 def open_data(
     manifest: Manifest,
