@@ -31,6 +31,7 @@ from subquad.runtime.errors import TargetUnavailableError
 from subquad.runtime.kernel_library import choose_kernels
 from subquad.runtime.machine import describe_machine, usable_cores, versions
 from subquad.runtime.manifest import Manifest
+from subquad.runtime.whole_file import whole_file
 
 import third_party  # isort: skip  (its folder is on the path by then)
 
@@ -80,9 +81,8 @@ def judge(model: str, method: str, folder: Path, options: argparse.Namespace) ->
         entry |= perplexity(output, tests["code"], LENGTHS[model], options.rows)
     else:
         entry |= judge_encoder(output, artifact(folder, EXACT))
-    unfinished = kept.with_suffix(".partial")
-    unfinished.write_text(json.dumps(entry), "utf-8")
-    unfinished.replace(kept)
+    with whole_file(kept) as stream:
+        stream.write(json.dumps(entry).encode())
     return entry
 
 

@@ -7,13 +7,13 @@ they are made, the artifact is there and whole.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from subquad.converter.html_report import html_report
 from subquad.runtime.errors import OutputError
 from subquad.runtime.jsonable import json_ready
+from subquad.runtime.whole_file import whole_file
 
 if TYPE_CHECKING:
     from subquad.converter.conversion_report import ConversionReport
@@ -38,16 +38,8 @@ def write_reports(folder: Path, report: ConversionReport) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        try:
-            partial.write_text(text, "utf-8")
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise OutputError(
-            f"The artifact {path.parent} is complete, but {path.name} cannot be written there: "
-            f"{error.strerror}."
-        ) from error
+        with whole_file(path) as stream:
+            stream.write(text.encode())
+    except OutputError as error:
+        raise OutputError(f"The artifact {path.parent} is complete, but {error}") from error

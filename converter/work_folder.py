@@ -11,8 +11,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +24,7 @@ from subquad.converter.code_hash import code_hash
 from subquad.runtime.errors import OutputError, UsageError
 from subquad.runtime.jsonable import json_ready
 from subquad.runtime.npz import read_npz
+from subquad.runtime.whole_file import whole_file
 
 _MARK = "subquad-work.json"
 
@@ -114,14 +113,8 @@ class WorkFolder:
         target = self.path / name
         with output_errors(self.path):
             target.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".partial")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    write(file)
-                os.replace(temporary, target)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+        with whole_file(target) as stream:
+            write(stream)
 
 
 def require_apart(work: Path, output: Path) -> None:

@@ -16,6 +16,8 @@ from subquad.runtime.errors import OutputError
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A stream whose content becomes ``path``, or what that links to, when the block succeeds.
 
+    It is on the disk before the name is: a power cut leaves the old file or the new one.
+
     Raises:
         OutputError: the directory cannot be written, the disk is full, or ``path`` is something
             else than a file, such as a folder or ``/dev/null``, which a rename would replace.
@@ -31,6 +33,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(handle, "wb") as stream:
             yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
         # mkstemp makes files private; give what a plain open would have.
         umask = os.umask(0)
         os.umask(umask)

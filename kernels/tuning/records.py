@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from subquad.kernels.tuning.bucket import Bucket
 from subquad.runtime.errors import OutputError, UsageError
+from subquad.runtime.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -230,15 +231,8 @@ def merge_records(sources: Sequence[Path], output: Path, *, best_only: bool = Fa
     lines = sorted({record.to_line() for record in records})
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
-        try:
-            with temporary.open("wb") as stream:
-                stream.write("".join(lines).encode())
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, output)
-        finally:
-            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror}.") from error
+    with whole_file(output) as stream:
+        stream.write("".join(lines).encode())
     return len(lines)
